@@ -1,0 +1,175 @@
+"""What a checkpoint holds: tensors by name, and plain data by name. Nothing in it knows a rank.
+
+Keys: ``model.<name>``, ``optimizer.state.<parameter>.<field>``, ``state.<name>.<path>`` for tensors;
+``model.aliases``, ``model.plain``, ``optimizer.param_groups``, ``optimizer.plain``, ``state.<name>`` for plain data.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
+from elastic_runner.errors import StateError
+
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_TENSOR = "elastic_runner.tensor:"
+
+
+class Stateful(Protocol):
+    """Anything with torch's state-dict protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as tensors and plain data."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state over."""
+        ...
+
+
+class Parts(Protocol):
+    """What can be checkpointed: see ``elastic_runner.TrainState``."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+
+    def others(self) -> dict[str, Stateful]:
+        """Everything else by name, in a fixed order."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A state, taken apart."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors (DTensors where sharded), not copied."""
+    plain: dict[str, Any] = field(default_factory=dict)
+    """Plain data that a weights-only load accepts."""
+
+
+def capture(parts: Parts) -> Captured:
+    """Take the state of ``parts`` apart. Raises StateError naming what is not plain data."""
+    result = Captured()
+    _capture_model(parts.model, result)
+    _capture_optimizer(parts.model, parts.optimizer, result)
+    for name, part in parts.others().items():
+        result.plain[f"state.{name}"] = pack(part.state_dict(), f"state.{name}", result.tensors)
+    return result
+
+
+def _capture_model(model: nn.Module, result: Captured) -> None:
+    tied = aliases(parameter_groups(model))
+    plain: dict[str, Any] = {}
+    for raw, value in model.state_dict(keep_vars=True).items():
+        name = clean_name(model, raw)
+        if name in tied:
+            continue
+        if isinstance(value, torch.Tensor):
+            result.tensors[f"model.{name}"] = value.detach()
+        else:
+            plain[name] = pack(value, f"model.{name}", result.tensors)
+    result.plain["model.aliases"] = tied
+    result.plain["model.plain"] = plain
+
+
+def _capture_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, result: Captured) -> None:
+    names = optimizer_names(model, optimizer)
+    plain: dict[str, Any] = {}
+    for parameter, fields in optimizer.state.items():
+        name = names[parameter]
+        for key, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                result.tensors[f"optimizer.state.{name}.{key}"] = value.detach()
+            else:
+                plain[f"{name}.{key}"] = pack(value, f"optimizer.state.{name}.{key}", result.tensors)
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        entry: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if isinstance(value, torch.Tensor):  # a learning rate kept as a tensor; small, so it stays inline
+                entry[key] = value.detach().cpu().clone()
+            else:
+                entry[key] = pack(value, f"optimizer.param_groups.{number}.{key}", result.tensors)
+        groups.append(entry)
+    result.plain["optimizer.param_groups"] = groups
+    result.plain["optimizer.plain"] = plain
+
+
+def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Clean name of each parameter the optimizer holds. Raises StateError for one that is not the model's."""
+    by_id = {id(p): clean_name(model, raw) for raw, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    tied = aliases(parameter_groups(model))
+    names: dict[torch.Tensor, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            name = by_id.get(id(parameter))
+            if name is None:
+                raise StateError(
+                    f"parameter {position} of optimizer group {number} is not one of the model's: "
+                    "build the optimizer from the model that worker.prepare returned"
+                )
+            names[parameter] = tied.get(name, name)
+    return names
+
+
+def pack(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` as plain data; tensors in it go to ``tensors`` and leave a reference. Raises StateError."""
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value.detach()
+        return _TENSOR + where
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, Mapping):
+        items = {_plain_key(k, where): pack(v, f"{where}.{k}", tensors) for k, v in value.items()}
+        return collections.Counter(items) if isinstance(value, collections.Counter) else items
+    if isinstance(value, (list, tuple)):
+        packed = [pack(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return tuple(packed) if isinstance(value, tuple) else packed
+    if isinstance(value, (set, frozenset)):
+        return {pack(item, where, tensors) for item in value}
+    raise StateError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain data "
+        "only. Convert it in state_dict (torch.from_numpy, .item(), .tolist(), a dict)."
+    )
+
+
+def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of ``pack``."""
+    if isinstance(value, str) and value.startswith(_TENSOR):
+        return tensors[value.removeprefix(_TENSOR)]
+    if isinstance(value, collections.Counter):
+        return value
+    if isinstance(value, dict):
+        return {k: unpack(v, tensors) for k, v in value.items()}
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(unpack(item, tensors) for item in value)
+    return value
+
+
+def references(value: Any) -> list[str]:
+    """Keys of the tensors that packed ``value`` refers to."""
+    if isinstance(value, str):
+        return [value.removeprefix(_TENSOR)] if value.startswith(_TENSOR) else []
+    if isinstance(value, dict):
+        return [key for item in value.values() for key in references(item)]
+    if isinstance(value, (list, tuple)):
+        return [key for item in value for key in references(item)]
+    return []
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    if not isinstance(key, (str, int, float, bool, tuple, type(None))):
+        raise StateError(f"{where} has a key of type {type(key).__qualname__}; use strings or numbers")
+    return key

@@ -1,0 +1,129 @@
+"""The full format: one file that ``torch.load(..., weights_only=True)`` reads.
+
+``{"model": state dict, "tensors": other tensors by key, "plain": plain data by key}``. It is read through DCP's
+planner like the sharded one, so that resharding and strictness are the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from elastic_runner.checkpoint.capture import Captured
+from elastic_runner.checkpoint.sharded import place
+from elastic_runner.errors import Damaged, NotData
+from elastic_runner.storage import Storage, Written
+
+FILE = "full.pt"
+
+
+def gather_full(captured: Captured, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors on the host, gathered one by one; kept only where ``keep``. Collective where tensors are sharded."""
+    whole: dict[str, torch.Tensor] = {}
+    for key in sorted(captured.tensors):
+        tensor = captured.tensors[key]
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if keep:
+            copy = tensor.detach().cpu()
+            whole[key] = copy.clone() if copy.untyped_storage().nbytes() != copy.nbytes else copy
+    return whole
+
+
+def write_full(storage: Storage, directory: str, captured: Captured, whole: dict[str, torch.Tensor]) -> list[Written]:
+    """Write the one file; on global rank 0 only."""
+    model = {key.removeprefix("model."): value for key, value in whole.items() if key.startswith("model.")}
+    # The same tensor object under each tied name: stored once, tied again when loaded.
+    model.update({alias: model[name] for alias, name in captured.plain["model.aliases"].items()})
+    others = {key: value for key, value in whole.items() if not key.startswith("model.")}
+    path = f"{directory}/{FILE}"
+    with storage.writer(path) as stream:
+        torch.save({"model": model, "tensors": others, "plain": captured.plain}, cast(BinaryIO, stream))
+    return [stream.written(path)]
+
+
+class FullReader(StorageReader):
+    """Presents a full checkpoint to DCP as tensors of one chunk each."""
+
+    def __init__(self, storage: Storage, directory: str) -> None:
+        self._storage = storage
+        self._path = f"{directory}/{FILE}"
+        self._copy = storage.local_copy(self._path)
+        self._file: dict[str, Any] | None = None
+
+    def plain(self, metadata: Metadata) -> dict[str, Any]:
+        """The plain data by key; no tensor is read."""
+        return dict(self._load()["plain"])
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file = None
+            self._copy.__exit__(None, None, None)
+
+    def _load(self) -> dict[str, Any]:
+        """The file, its tensors mapped rather than read."""
+        if self._file is None:
+            local = self._copy.__enter__()
+            try:
+                self._file = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+            except pickle.UnpicklingError as error:
+                raise NotData(f"{self._path} holds more than tensors and plain data and was not loaded: {error}") from error
+            except (RuntimeError, EOFError, ValueError) as error:
+                raise Damaged(f"{self._path} cannot be read: {error}") from error
+        return cast(dict[str, Any], self._file)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        file = self._load()
+        tied = file["plain"]["model.aliases"]
+        return {**{f"model.{n}": t for n, t in file["model"].items() if n not in tied}, **file["tensors"]}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Part of DCP's protocol."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Metadata made up from the file."""
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._load()["plain"]}
+        for key, value in self._tensors().items():
+            chunk = ChunkStorageMetadata(offsets=torch.Size([0] * value.dim()), sizes=value.size())
+            properties = TensorProperties.create_from_tensor(value)
+            entries[key] = TensorStorageMetadata(properties=properties, size=value.size(), chunks=[chunk])
+        return Metadata(state_dict_metadata=entries)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the asked-for parts out of the mapped file."""
+        tensors = self._tensors()
+        for item in plan.items:
+            place(planner, item, tensors[item.storage_index.fqn])
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Chosen by us, never by DCP."""
+        return False

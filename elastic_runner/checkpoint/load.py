@@ -1,0 +1,267 @@
+"""Loading one checkpoint into the present parts, at any world size and under any strategy.
+
+torch's ``Optimizer.load_state_dict`` goes by position and casts moments to the parameter's type, so optimizer state
+is put in place here, by name and in the type it was saved with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from elastic_runner.checkpoint.capture import Parts, optimizer_names, pack, references, unpack
+from elastic_runner.checkpoint.matching import Lenience, check_shapes, match_groups, match_model
+from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
+from elastic_runner.coordination import Coordinator
+from elastic_runner.errors import CheckpointError, Mismatch, PeerLost
+
+log = logging.getLogger(__name__)
+
+OPTIMIZER_STATE = "optimizer.state."
+
+
+class Reader(Protocol):
+    """A StorageReader that can also give the plain data."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Keys, sizes and types of all entries."""
+        ...
+
+    def plain(self, metadata: Metadata) -> dict[str, Any]:
+        """Plain data by key."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: Lenience) -> None:
+    """Load all of a checkpoint into ``parts``. Collective. Raises Mismatch, Damaged, NotData; alike on every rank."""
+    metadata, plain = coordinator.once("restore: read metadata", lambda: _head(reader))
+    tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    # Everything that can be refused is refused before the first byte of the model changes.
+    loading = _Loading(parts, tensors, plain, lenience)
+    coordinator.agree("restore: match", loading.prepare)
+    with mapped_dcp("restore: read"):
+        dcp.load(
+            cast(dict[str, Any], loading.targets),
+            storage_reader=cast(StorageReader, reader),
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=coordinator.group,
+        )
+    coordinator.agree("restore: apply", loading.apply)
+
+
+def _head(reader: Reader) -> tuple[Metadata, dict[str, Any]]:
+    metadata = reader.read_metadata()
+    # What is broadcast to all ranks need not say where bytes lie.
+    slim = Metadata(
+        state_dict_metadata={k: m for k, m in metadata.state_dict_metadata.items() if not isinstance(m, BytesStorageMetadata)}
+    )
+    return slim, reader.plain(metadata)
+
+
+class _Loading:
+    """One load: targets by key of the checkpoint, and what to do once they are filled."""
+
+    def __init__(
+        self, parts: Parts, saved: Mapping[str, TensorStorageMetadata], plain: Mapping[str, Any], lenience: Lenience
+    ) -> None:
+        self.targets: dict[str, torch.Tensor] = {}
+        self._parts = parts
+        self._saved = saved
+        self._plain = plain
+        self._lenience = lenience
+        self._copies: list[tuple[torch.Tensor, str]] = []
+        self._extra_state: dict[str, Any] = {}
+        self._optimizer: dict[torch.Tensor, dict[str, str]] = {}
+        self._known: set[str] = set()
+        self._settings: list[dict[str, Any] | None] = []
+        self._consumed: set[str] = set()
+
+    def prepare(self) -> None:
+        """Match names and allocate targets; changes nothing."""
+        self._prepare_model()
+        self._prepare_optimizer()
+        self._prepare_others()
+        left = [key for key in self._saved if key not in self._consumed]
+        if left:
+            raise Mismatch(f"the checkpoint holds state that nothing here takes: {', '.join(left[:8])}", extra=left)
+
+    def apply(self) -> None:
+        """Put the loaded values in place."""
+        with torch.no_grad():
+            for target, key in self._copies:
+                target.copy_(self.targets[key])
+        self._apply_optimizer()
+        for name, part in self._parts.others().items():
+            part.load_state_dict(unpack(self._plain[f"state.{name}"], self.targets))
+        if self._extra_state:
+            self._parts.model.load_state_dict(self._extra_state, strict=False)
+
+    def _prepare_model(self) -> None:
+        model = self._parts.model
+        tied_names = {names[0]: names for _, names in parameter_groups(model)}
+        tied = aliases(parameter_groups(model))
+        wanted: dict[str, torch.Tensor] = {}
+        for raw, value in model.state_dict(keep_vars=True).items():
+            name = clean_name(model, raw)
+            if name in tied:
+                continue
+            if isinstance(value, torch.Tensor):
+                wanted[name] = value.detach()
+            elif name in self._plain["model.plain"]:
+                references_here = references(self._plain["model.plain"][name])
+                self._take(references_here)
+                self._extra_state[raw] = self._plain["model.plain"][name]
+        prefix = "model."
+        in_plain = {key for value in self._plain["model.plain"].values() for key in references(value)}
+        saved = [k.removeprefix(prefix) for k in self._saved if k.startswith(prefix) and k not in in_plain]
+        names = {name: tied_names.get(name, [name]) for name in wanted}
+        matched = match_model(names, saved, self._plain["model.aliases"], self._lenience)
+        check_shapes(
+            {name: (value.shape, value.dtype) for name, value in wanted.items()},
+            lambda name: (self._saved[prefix + name].size, self._saved[prefix + name].properties.dtype),
+            matched.source,
+        )
+        for name, source in matched.source.items():
+            self._target(prefix + source, wanted[name])
+        self._consumed.update(prefix + name for name in matched.ignored)
+        if matched.fresh or matched.ignored:
+            log.warning(
+                "partial restore: %d tensors loaded, %d keep fresh values (%s), %d left unread (%s)",
+                len(matched.source), len(matched.fresh), ", ".join(matched.fresh), len(matched.ignored), ", ".join(matched.ignored),
+            )  # fmt: skip
+
+    def _target(self, key: str, tensor: torch.Tensor) -> None:
+        """Read ``key`` into ``tensor``; a second tensor that wants the same key gets a copy afterwards."""
+        if key in self.targets:
+            self._copies.append((tensor, key))
+        self.targets.setdefault(key, tensor)
+        self._consumed.add(key)
+
+    def _take(self, keys: list[str]) -> None:
+        for key in keys:
+            saved = self._saved[key]
+            self._target(key, torch.empty(saved.size, dtype=saved.properties.dtype))
+
+    def _prepare_optimizer(self) -> None:
+        model, optimizer = self._parts.model, self._parts.optimizer
+        present = optimizer_names(model, optimizer)
+        saved_aliases: Mapping[str, str] = self._plain["model.aliases"]
+        groups = self._plain["optimizer.param_groups"]
+        self._known = {name for group in groups for name in group["params"]}
+        all_names = {names[0]: names for _, names in parameter_groups(model)}
+        found = self._fields_by_parameter()
+
+        def origin(name: str) -> str:
+            candidates = [*all_names.get(name, [name]), *(saved_aliases.get(n, n) for n in all_names.get(name, [name]))]
+            return next((c for c in candidates if c in self._known), name)
+
+        origins = {parameter: origin(name) for parameter, name in present.items()}
+        order = [[origins[p] for p in group["params"]] for group in optimizer.param_groups]
+        self._settings = match_groups(groups, order)
+        for parameter, name in origins.items():
+            self._optimizer[parameter] = {}
+            for field, key in found.get(name, {}).items():
+                self._target(key, self._like(parameter, key, field, self._group_of(parameter)))
+                self._optimizer[parameter][field] = key
+        self._report_optimizer(set(origins.values()), found)
+
+    def _fields_by_parameter(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for key in self._saved:
+            if key.startswith(OPTIMIZER_STATE):
+                name, _, field = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
+                found.setdefault(name, {})[field] = key
+        return found
+
+    def _report_optimizer(self, present: set[str], found: Mapping[str, Mapping[str, str]]) -> None:
+        fresh = sorted(present - self._known)
+        if fresh:
+            log.warning("optimizer state starts fresh for parameters not trained before: %s", ", ".join(fresh))
+        in_model = {name for _, names in parameter_groups(self._parts.model) for name in names}
+        gone = sorted(set(found) - present)
+        unknown = [name for name in gone if name not in in_model and not any(
+            key in self._consumed for key in found[name].values()
+        )]  # fmt: skip
+        ignorable = Lenience(allow_extra=self._lenience.allow_extra)
+        if unknown:
+            match_model({}, unknown, {}, ignorable)  # raises, naming them, unless they are allowed
+        for name in gone:
+            self._consumed.update(found[name].values())
+        if gone:
+            log.warning("optimizer state is dropped for parameters not trained any more: %s", ", ".join(gone))
+
+    def _group_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        return next(g for g in self._parts.optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+    def _like(self, parameter: torch.Tensor, key: str, field: str, group: Mapping[str, Any]) -> torch.Tensor:
+        saved = self._saved[key]
+        if saved.size == parameter.shape and saved.size != torch.Size([]):
+            return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+        # Adam keeps its step count on the host unless the step runs on the device.
+        on_host = field == "step" and not (group.get("capturable") or group.get("fused"))
+        device = torch.device("cpu") if on_host else parameter.device
+        return torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
+
+    def _apply_optimizer(self) -> None:
+        optimizer = self._parts.optimizer
+        plain: Mapping[str, Any] = self._plain["optimizer.plain"]
+        names = optimizer_names(self._parts.model, optimizer)
+        for parameter, fields in self._optimizer.items():
+            state = {field: self.targets[key] for field, key in fields.items()}
+            prefix = f"{names[parameter]}."
+            state.update({k.removeprefix(prefix): v for k, v in plain.items() if k.startswith(prefix)})
+            if state:
+                optimizer.state[parameter] = state
+            elif parameter in optimizer.state:
+                del optimizer.state[parameter]
+        for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
+            if settings is not None:
+                group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()})
+
+    def _prepare_others(self) -> None:
+        for name, part in self._parts.others().items():
+            packed = self._plain.get(f"state.{name}", _ABSENT)
+            if packed is _ABSENT:
+                raise Mismatch(f"the checkpoint holds no state named {name!r}", missing=[f"state.{name}"])
+            present: dict[str, torch.Tensor] = {}
+            pack(part.state_dict(), f"state.{name}", present)
+            for key in references(packed):
+                saved, live = self._saved[key], present.get(key)
+                if isinstance(live, DTensor) and live.shape == saved.size:
+                    self._target(key, torch.zeros_like(live, dtype=saved.properties.dtype))
+                else:
+                    self._take([key])
+        wanted = {f"state.{name}" for name in self._parts.others()}
+        extra = [key for key in self._plain if key.startswith("state.") and key not in wanted]
+        if extra:
+            raise Mismatch(f"the checkpoint holds states that TrainState was not given: {', '.join(extra)}", extra=extra)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def mapped_dcp(label: str) -> Iterator[None]:
+    """Map what DCP raises. Its CheckpointException derives from BaseException and wraps each rank's own error."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        raise CheckpointError(f"'{label}' failed on rank {rank}: {type(cause).__name__}: {cause}") from error
+    except RuntimeError as error:
+        raise PeerLost(f"'{label}': a peer went away ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,123 @@
+"""The manifest: the last file of a checkpoint. What has no valid manifest does not exist."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from elastic_runner import paths
+from elastic_runner.errors import Damaged, NotFound
+from elastic_runner.storage import Storage, Written
+from elastic_runner.storage.protocol import digest_of
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is and which bytes make it up."""
+
+    step: int
+    """Optimizer steps that the state has taken."""
+    attempt: int
+    """The attempt that wrote it: the fence."""
+    world_size: int
+    """Ranks that wrote it; of interest to people only."""
+    format: Literal["sharded", "full"]
+    """Layout of the data files."""
+    files: tuple[Written, ...]
+    """Every data file, its path relative to the step directory."""
+    versions: dict[str, str] = field(default_factory=lambda: {"torch": torch.__version__})
+    """Versions of the writing packages."""
+    created: float = field(default_factory=time.time)
+    """Seconds since the epoch, by the writer's clock; of interest to people only."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def path(self) -> str:
+        """Where it is kept, below the checkpoint URL."""
+        return paths.manifest(self.step, self.attempt)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON with a digest of itself."""
+    body = {"version": FORMAT_VERSION, **asdict(manifest)}
+    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode()
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Parse and check. Raises Damaged with the reason in words."""
+    try:
+        body: dict[str, Any] = json.loads(data)
+        digest = body.pop("digest")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise Damaged(f"{where} is torn: not a complete manifest") from None
+    if digest != _digest(body):
+        raise Damaged(f"{where} was changed after it was written")
+    version = body.pop("version")
+    if version != FORMAT_VERSION:
+        raise Damaged(f"{where} has format version {version}, this package reads {FORMAT_VERSION}")
+    return Manifest(**{**body, "files": tuple(Written(**file) for file in body["files"])})
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What lies under a checkpoint URL."""
+
+    manifests: tuple[Manifest, ...]
+    """Newest first: by step, then by attempt, both read from inside."""
+    rejected: tuple[str, ...]
+    """Manifests that do not count, each with its reason."""
+
+
+def list_checkpoints(storage: Storage) -> Listing:
+    """All committed checkpoints. Foreign names are passed over; order is by step, never by name or time."""
+    found: list[Manifest] = []
+    rejected: list[str] = []
+    for directory in storage.list(""):
+        step = paths.step_number(directory)
+        if step is None:
+            continue
+        for name in storage.list(directory):
+            if paths.manifest_attempt(name) is None:
+                continue
+            where = f"{directory}/{name}"
+            try:
+                manifest = decode(storage.read(where), where)
+                if manifest.step != step or manifest.path != f"{paths.step_directory(step)}/{name}":
+                    raise Damaged(f"{where} is the manifest of another checkpoint (step {manifest.step})")
+            except (Damaged, NotFound) as error:
+                rejected.append(str(error))
+            else:
+                found.append(manifest)
+    found.sort(key=lambda m: (m.step, m.attempt), reverse=True)
+    return Listing(manifests=tuple(found), rejected=tuple(rejected))
+
+
+def check_file(storage: Storage, manifest: Manifest, file: Written, *, digests: bool) -> str | None:
+    """Why a data file is not what the manifest says, in words; None when it is."""
+    path = f"{paths.step_directory(manifest.step)}/{file.path}"
+    try:
+        size = storage.size(path)
+        if size != file.size:
+            return f"{path} has {size} bytes instead of {file.size}"
+        if digests:
+            with storage.local_copy(path) as local:
+                if digest_of(local) != file.digest:
+                    return f"{path} has other bytes than were written"
+    except NotFound:
+        return f"{path} is missing"
+    return None

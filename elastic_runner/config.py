@@ -1,0 +1,250 @@
+"""RunConfig and its sections, read from a TOML file and dotted command-line flags.
+
+Order of precedence: flags, then the file (``--config FILE`` or ``ELASTIC_RUNNER_CONFIG``), then defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from annotated_types import Ge, Gt
+from pydantic.dataclasses import dataclass
+
+from elastic_runner.environment import read_environment
+from elastic_runner.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Positive = Annotated[int, Gt(0)]
+NotNegative = Annotated[int, Ge(0)]
+Seconds = Annotated[float, Gt(0)]
+
+STRICT = pydantic.ConfigDict(extra="forbid")
+"""Unknown names are errors. A recipe's own sections use it too."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainingConfig:
+    """The optimisation loop."""
+
+    max_steps: Positive = 100
+    """Target number of optimizer steps. Raising it continues a finished run."""
+    clip_norm: Annotated[float, Gt(0)] | None = None
+    """Clip the global gradient norm to this value. None: only measure it."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Compute type: autocast under single, dp and ddp; FSDP's mixed precision under fsdp and hsdp.
+    fp16 scales the loss dynamically and needs CUDA."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient norm that is not finite does: stop the run, or skip that update (counted)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataConfig:
+    """The global batch and how it is loaded."""
+
+    global_batch: Positive = 32
+    """Samples per optimizer step, at every world size."""
+    shards: Positive = 8
+    """Logical shards (microbatches) per global batch; the upper bound of the world size. Must divide global_batch."""
+    last_batch: Literal["drop", "pad"] = "drop"
+    """The tail of an epoch that fills no global batch: leave it out, or fill up with the epoch's first samples."""
+    loader_workers: NotNegative = 0
+    """Loader processes per rank. 0 loads in the training process."""
+    prefetch: Positive = 2
+    """Microbatches that each loader process prepares ahead."""
+
+    def __post_init__(self) -> None:
+        if self.global_batch % self.shards:
+            raise ValueError(f"data.shards={self.shards} must divide data.global_batch={self.global_batch}")
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DdpConfig:
+    """Options of torch's DistributedDataParallel."""
+
+    bucket_cap_mb: Positive = 25
+    """Size of a gradient bucket in MiB."""
+    find_unused_parameters: bool = False
+    """Search each backward for parameters without a gradient. Needed when a step leaves out a part of the model."""
+    broadcast_buffers: bool = True
+    """Broadcast rank 0's buffers (BatchNorm statistics) before each forward."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order. Excludes accumulation under DDP."""
+    gradient_as_bucket_view: bool = True
+    """Let gradients share memory with the buckets."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class FsdpConfig:
+    """Options of FSDP2 (``fully_shard``)."""
+
+    wrap_classes: tuple[str, ...] = ()
+    """Names of block classes to shard as units. Empty: wrap by size."""
+    wrap_min_params: Positive = 1_000_000
+    """Wrapping by size: the smallest number of parameters that makes a unit."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after forward (ZeRO-3) or keep them until backward (ZeRO-2)."""
+    forward_prefetch: NotNegative = 1
+    """Units gathered ahead in forward."""
+    backward_prefetch: NotNegative = 1
+    """Units gathered ahead in backward."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory. Needs an accelerator."""
+    shard_size: Positive | None = None
+    """hsdp: ranks per shard group; default one node. Where it does not divide the world, the largest divisor of both is used."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class StrategyConfig:
+    """How the model is spread over ranks; the model's code stays as it is."""
+
+    name: Literal["single", "dp", "ddp", "fsdp", "hsdp"] = "ddp"
+    """single: one process. dp: torch's DataParallel, for comparison only: one process drives all GPUs of a node,
+    limited by the GIL and by copying the model in every forward. ddp: replicas. fsdp: sharded. hsdp: sharded
+    within groups, replicated across them."""
+    checkpoint_classes: tuple[str, ...] = ()
+    """Names of block classes whose activations are computed again in backward instead of kept."""
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    """Used when name is ddp."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Used when name is fsdp or hsdp."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CheckpointConfig:
+    """Saving and restoring."""
+
+    url: str | None = None
+    """Any fsspec URL or path. None: checkpoints/ in the run directory."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Options of that filesystem, dotted for nested ones: {"client_kwargs.endpoint_url": "http://..."}. Never logged."""
+    every: Positive = 20
+    """Save every so many steps, and at the last one."""
+    format: Literal["sharded", "full"] = "sharded"
+    """sharded: every rank writes its part, in DCP layout. full: one file by global rank 0 that torch.load reads."""
+    keep: Positive = 3
+    """Newest checkpoints to keep."""
+    verify: Literal["digests", "sizes"] = "digests"
+    """What restore checks before it loads."""
+    allow_missing: tuple[str, ...] = ()
+    """Glob patterns of keys that may be absent from a checkpoint; they keep their fresh values."""
+    allow_extra: tuple[str, ...] = ()
+    """Glob patterns of keys in a checkpoint that may be left unread."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TimeoutConfig:
+    """Deadlines in seconds, one per phase. Past one, the process prints its stacks and leaves, to be restarted."""
+
+    setup: Seconds = 180
+    """Finding the peers and building the process groups."""
+    first_step: Seconds = 1200
+    """The first step of an attempt, with compilation and warm-up."""
+    step: Seconds = 600
+    """Any other step, its data included."""
+    save: Seconds = 1800
+    """One save, on every rank."""
+    load: Seconds = 1800
+    """Selecting, verifying and loading a checkpoint."""
+    evaluate: Seconds = 1800
+    """One evaluation."""
+    teardown: Seconds = 60
+    """Leaving the process groups."""
+    storage: Seconds = 300
+    """One storage operation, retries included."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RunConfig:
+    """A training run. Recipes derive from it and add sections of their own."""
+
+    run_dir: str = "runs/default"
+    """Directory or fsspec URL of the run, shared by all nodes: summary, ledger, attempts, checkpoints."""
+    storage_options: dict[str, str] = field(default_factory=dict)
+    """Options of run_dir's filesystem, as in checkpoint.options. Never logged."""
+    seed: int = 0
+    """Decides initial weights, sample order and every random number of the run."""
+    determinism: Literal["order", "off"] = "order"
+    """order: same samples in the same order and the same random numbers at any world size. off: order only."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The optimisation loop."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The global batch."""
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How the model is spread over ranks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and restoring."""
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    """Deadlines per phase."""
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def read_config(cls: type[C], path: str | Path) -> C:
+    """Read a TOML file into ``cls``. Raises ConfigError naming file, field and reason."""
+    try:
+        with Path(path).open("rb") as file:
+            tree = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {path} does not exist") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    try:
+        return pydantic.TypeAdapter(cls).validate_python(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"{path}: {describe(error)}") from None
+
+
+def describe(error: pydantic.ValidationError) -> str:
+    """One readable line for a validation error: each field with what is wrong about it."""
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'value'}: {e['msg']}" for e in error.errors())
+
+
+def load_config(cls: type[C] = RunConfig, args: Sequence[str] | None = None) -> C:  # type: ignore[assignment]
+    """The script's configuration: the launcher's file, then ``args`` (default ``sys.argv``).
+
+    Raises ConfigError for a bad file; a bad flag prints a usage error and exits with code 2; ``--help`` exits 0.
+    """
+    import tyro  # only the scripts that parse a command line need it
+
+    arguments = list(sys.argv[1:] if args is None else args)
+    environment = read_environment()
+    path, arguments = _take_config_flag(arguments, environment.config_file)
+    default = cls() if path is None else read_config(cls, path)
+    return tyro.cli(cls, default=default, args=arguments, console_outputs=environment.local_rank == 0)
+
+
+def _take_config_flag(arguments: list[str], path: str | None) -> tuple[str | None, list[str]]:
+    rest: list[str] = []
+    queue = iter(arguments)
+    for argument in queue:
+        if argument == "--config":
+            path = next(queue, None)
+            if path is None:
+                raise ConfigError("--config needs a file name")
+        elif argument.startswith("--config="):
+            path = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    return path, rest
+
+
+def nested_options(options: dict[str, str]) -> dict[str, Any]:
+    """``{"client_kwargs.endpoint_url": u}`` as the nested keyword arguments fsspec takes."""
+    result: dict[str, Any] = {}
+    for dotted, value in options.items():
+        *parents, leaf = dotted.split(".")
+        place = result
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[leaf] = value
+    return result

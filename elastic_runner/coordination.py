@@ -1,0 +1,153 @@
+"""Agreement among the ranks of a job: every exchange is labelled, so that ranks which took different ways notice.
+
+What is decided (a stop, a checkpoint, an error) is decided once and known to all before the next collective.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from elastic_runner.errors import ElasticRunnerError, LoopError, PeerLost, PhaseTimeout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    label: str
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Coordinator:
+    """Labelled exchanges over one (gloo) process group; of one rank when ``group`` is None.
+
+    Raises PeerLost or PhaseTimeout when a peer is gone or does not come, LoopError when the ranks' labels differ.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+
+    def close(self) -> None:
+        """Let go of the group.
+
+        The last reference's end joins gloo's threads. One still busy with the tail of its last work when the
+        interpreter shuts down ends the process by SIGABRT ("terminate called without an active exception").
+        """
+        self.group = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is global rank 0, which does what must happen once in the job."""
+        return self.rank == 0
+
+    def gather(self, label: str, value: T) -> list[T]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        return [outcome.value for outcome in self._exchange(_Outcome(label, value))]
+
+    def agree(self, label: str, action: Callable[[], T]) -> list[T]:
+        """Run ``action`` on every rank. If it raises anywhere, the lowest such rank's error is raised on all."""
+        outcomes = self._exchange(_attempt(label, action))
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                _raise(outcome.error, rank, self.rank)
+        return [outcome.value for outcome in outcomes]
+
+    def once(self, label: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on global rank 0 alone; its result, or its error, is everybody's."""
+        mine = _attempt(label, action) if self.is_main else _Outcome(label)
+        outcome = self._exchange(mine)[0]
+        if outcome.error is not None:
+            _raise(outcome.error, 0, self.rank)
+        return outcome.value
+
+    def sum(self, label: str, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum of a CPU tensor over ranks, in place."""
+        if self.group is not None:
+            with _mapped(label):
+                dist.all_reduce(values, group=self.group)
+        return values
+
+    def _exchange(self, mine: _Outcome) -> Sequence[_Outcome]:
+        if self.group is None:
+            return [mine]
+        gathered: list[Any] = [None] * self.world_size
+        with _mapped(mine.label):
+            dist.all_gather_object(gathered, mine, group=self.group)
+        labels = {outcome.label for outcome in gathered}
+        if len(labels) > 1:
+            met = ", ".join(f"rank {rank}: {o.label}" for rank, o in enumerate(gathered))
+            raise LoopError(
+                f"ranks are in different places ({met}). Call it on every rank; "
+                "what only rank 0 shall do belongs inside coordinator.once(...)."
+            )
+        return gathered
+
+
+class Place(Protocol):
+    """What the lower layers need to know of the worker they run in."""
+
+    coordinator: Coordinator
+    """For steps and decisions."""
+    checkpoint_coordinator: Coordinator
+    """For saving and loading, with the deadlines of those."""
+    device: torch.device
+    """Where the model lives."""
+    attempt: int
+    """Number of this start of the run, from 1; the fence of everything that is committed."""
+    seed: int
+    """Seed of the run."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Enter a named phase with its own deadline."""
+        ...
+
+
+def _attempt(label: str, action: Callable[[], T]) -> _Outcome:
+    # BaseException: torch's CheckpointException derives from it, and one rank's error must reach all.
+    try:
+        return _Outcome(label, value=action())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return _Outcome(label, error=_portable(error))
+
+
+def _portable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return ElasticRunnerError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _raise(error: BaseException, origin: int, rank: int) -> None:
+    if origin != rank:
+        error.add_note(f"raised on rank {origin}") if hasattr(error, "add_note") else None
+    raise error
+
+
+class _mapped:
+    """Maps gloo's errors to ours, naming the exchange."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            if "imed out" in text or "imeout" in text:
+                raise PhaseTimeout(f"'{self.label}': a peer did not come in time ({text.splitlines()[0]})") from error
+            raise PeerLost(f"'{self.label}': a peer went away ({text.splitlines()[0]})") from error

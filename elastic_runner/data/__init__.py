@@ -1,0 +1,1 @@
+"""Sample order, partition over logical shards, loading, and the ledger."""

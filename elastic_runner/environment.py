@@ -1,0 +1,79 @@
+"""The only reader of environment variables set by launchers (torchelastic's names)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_runner.errors import ConfigError
+
+CONFIG_FILE = "ELASTIC_RUNNER_CONFIG"
+AGENT_DIR = "ELASTIC_RUNNER_AGENT_DIR"
+TRACEBACK = "ELASTIC_RUNNER_TRACEBACK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where this process stands, as its launcher told it."""
+
+    rank: int = 0
+    """Global rank, 0-based."""
+    world_size: int = 1
+    """Number of worker processes in the job."""
+    local_rank: int = 0
+    """Rank among the workers of this node."""
+    local_world_size: int = 1
+    """Workers on this node."""
+    distributed: bool = False
+    """Whether a launcher set the variables of ``env://`` rendezvous."""
+    uses_agent_store: bool = False
+    """Whether an agent hosts the store, which then outlives attempts."""
+    run_id: str = "none"
+    """The rendezvous id."""
+    error_file: str | None = None
+    """Where torchelastic wants the first error described."""
+    agent_dir: str | None = None
+    """Scratch directory of ``elastic-runner launch``, by which worker and launcher find each other."""
+    config_file: str | None = None
+    """TOML file named by the launcher."""
+    traceback: bool = False
+    """Whether our own errors should print their whole traceback."""
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Parse ``variables`` (default: this process's). Raises ConfigError for a half-set or malformed world."""
+    env = os.environ if variables is None else variables
+    distributed = "RANK" in env and "WORLD_SIZE" in env
+    if distributed:
+        lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if lacking:
+            raise ConfigError(f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not: start by torchrun, or unset RANK")
+    rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
+    if not distributed:
+        rank, world = 0, 1
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={world}")
+    return Environment(
+        rank=rank,
+        world_size=world,
+        local_rank=_integer(env, "LOCAL_RANK", 0) if distributed else 0,
+        local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 1) if distributed else 1,
+        distributed=distributed,
+        uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
+        error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+        agent_dir=env.get(AGENT_DIR),
+        config_file=env.get(CONFIG_FILE),
+        traceback=env.get(TRACEBACK, "0") not in ("", "0"),
+    )
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not an integer") from None

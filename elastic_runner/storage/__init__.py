@@ -1,0 +1,7 @@
+"""Storage: a narrow protocol over local disks and any fsspec filesystem."""
+
+from elastic_runner.storage.local import LocalStorage
+from elastic_runner.storage.protocol import Storage, Written
+from elastic_runner.storage.remote import FsspecStorage, open_storage
+
+__all__ = ["FsspecStorage", "LocalStorage", "Storage", "Written", "open_storage"]

@@ -1,0 +1,114 @@
+"""The Storage protocol. Paths are relative to the storage's URL and use '/'; directories come and go by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import xxhash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written: enough to recognise it later."""
+
+    path: str
+    """Relative path of the file."""
+    size: int
+    """Bytes."""
+    digest: str
+    """xxh3-128 of the bytes, in hex."""
+
+
+class Storage(Protocol):
+    """Every operation raises StorageError or one of its kinds, within the storage's deadline."""
+
+    url: str
+    """For people: without credentials."""
+
+    def read(self, path: str) -> bytes:
+        """The whole file. Raises NotFound."""
+        ...
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset``; fewer where the file ends. Raises NotFound."""
+        ...
+
+    def put(self, path: str, data: bytes) -> None:
+        """Create or replace the whole file; a reader sees the old bytes or the new ones."""
+        ...
+
+    def create(self, path: str, data: bytes) -> None:
+        """Create the whole file. Raises AlreadyExists when it is there."""
+        ...
+
+    def writer(self, path: str) -> AbstractContextManager[DigestWriter]:
+        """Stream a new file. Leaving by an exception leaves no file that looks whole on an object store."""
+        ...
+
+    def local_copy(self, path: str) -> AbstractContextManager[Path]:
+        """The file as a local one for as long as the context lasts."""
+        ...
+
+    def append(self, path: str, data: bytes) -> bool:
+        """Append to a file; False (and nothing done) where the storage cannot."""
+        ...
+
+    def list(self, path: str) -> list[str]:
+        """Names of files and directories directly below ``path``, fresh and sorted; [] when there is none."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises NotFound."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a directory with all below it; no error when it is gone already."""
+        ...
+
+
+class DigestWriter(RawIOBase):
+    """A binary stream that counts and digests what passes to ``sink``."""
+
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        self._sink.write(view)
+        self._hash.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    def written(self, path: str) -> Written:
+        """The record of what passed."""
+        return Written(path=path, size=self._size, digest=self._hash.hexdigest())
+
+
+def digest_of(file: Path, block: int = 4 << 20) -> str:
+    """xxh3-128 of a local file, in hex."""
+    state = xxhash.xxh3_128()
+    for chunk in _blocks(file, block):
+        state.update(chunk)
+    return state.hexdigest()
+
+
+def _blocks(file: Path, block: int) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while chunk := stream.read(block):
+            yield chunk

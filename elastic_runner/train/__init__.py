@@ -1,0 +1,1 @@
+"""The training loop: strategies, gradient synchronisation, steps, evaluation and the run's record."""

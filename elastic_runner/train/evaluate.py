@@ -1,0 +1,98 @@
+"""Evaluation that counts each sample once, with the same result at every world size.
+
+The batches are a fixed grid over the dataset; only who computes which batch depends on the world. Per-sample
+values are added in the order of the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Dataset, default_collate
+
+from elastic_runner.coordination import Coordinator
+from elastic_runner.data.source import to_device
+from elastic_runner.errors import ConfigError
+from elastic_runner.train.step import StepPlace, autocast
+from elastic_runner.train.synchronize import for_evaluation, make_buffers_equal
+
+Metric = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    metric: Metric,
+    place: StepPlace,
+    *,
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+) -> dict[str, float]:
+    """Mean over all samples of ``dataset`` of each value that ``metric(model, batch)`` returns, shape [samples].
+
+    Runs in eval mode without gradients and leaves the model in the mode it was in. Buffers are made equal on all
+    ranks first. When the ranks agree to stop meanwhile, it ends early and returns {}. Collective. Raises ConfigError
+    for an empty dataset.
+    """
+    length = len(cast(Sized, dataset))
+    if length == 0:
+        raise ConfigError("the evaluation dataset is empty")
+    make_buffers_equal(model)
+    called, was_training = for_evaluation(model), model.training
+    model.eval()
+    try:
+        with place.phase("evaluate"), torch.no_grad(), autocast(place.config, place.device):
+            sums = _sums(called, dataset, length, metric, place, batch_size, collate_fn)
+    finally:
+        model.train(was_training)
+    if sums is None:
+        return {}
+    gathered = place.coordinator.gather("evaluation", sums)
+    grid = {index: values for part in gathered for index, values in part.items()}
+    names = sorted({name for values in grid.values() for name in values})
+    return {name: sum(grid[index][name] for index in sorted(grid)) / length for name in names}
+
+
+def _sums(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    length: int,
+    metric: Metric,
+    place: StepPlace,
+    batch_size: int,
+    collate_fn: Callable[[list[Any]], Any],
+) -> dict[int, dict[str, float]] | None:
+    """Sums of each value by batch number, for this rank's batches; None when stopped."""
+    coordinator = place.coordinator
+    batches = -(-length // batch_size)
+    rank, world = coordinator.rank, coordinator.world_size
+    mine = range(rank * batches // world, (rank + 1) * batches // world)
+    rounds = -(-batches // world)
+    sums: dict[int, dict[str, float]] = {}
+    for turn in range(rounds):
+        if _stop(coordinator, place.stop_requested):
+            return None
+        has_own = turn < len(mine)
+        if not has_own and not isinstance(model, FSDPModule):
+            continue
+        # Sharded models gather parameters in forward, so a rank without a batch repeats one and drops the result.
+        index = mine[turn] if has_own else batches - 1
+        samples = [dataset[i] for i in range(index * batch_size, min(length, (index + 1) * batch_size))]
+        values = metric(model, to_device(collate_fn(samples), place.device))
+        if has_own:
+            sums[index] = {name: _total(name, value, len(samples)) for name, value in values.items()}
+    return sums
+
+
+def _total(name: str, value: torch.Tensor, samples: int) -> float:
+    if value.shape != (samples,):
+        raise ConfigError(f"metric {name!r} must have one value per sample, shape [{samples}], not {list(value.shape)}")
+    return value.double().sum().item()
+
+
+def _stop(coordinator: Coordinator, requested: bool) -> bool:
+    return bool(coordinator.sum("evaluation goes on", torch.tensor([float(requested)])).item())

@@ -1,0 +1,75 @@
+"""The loop over optimizer steps: from where the state stands to the target, or until all ranks agree to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch.distributed as dist
+
+from elastic_runner.data.random import seed_all
+from elastic_runner.errors import LoopError
+from elastic_runner.observability.progress import StepProgress
+from elastic_runner.train.record import RunRecord
+from elastic_runner.train.state import TrainState
+from elastic_runner.train.step import Step, StepPlace
+
+
+class LoopPlace(StepPlace, Protocol):
+    """What the loop needs of its worker."""
+
+    record: RunRecord
+    """Where steps are recorded."""
+    draining: bool
+    """Set once the ranks have agreed to stop."""
+
+
+def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
+    """Yield one Step after the other. Raises LoopError when ranks stand at different steps, or a step is not finished."""
+    config, coordinator = place.config, place.coordinator
+    steps = coordinator.gather("first step", state.step)
+    if len(set(steps)) > 1:
+        raise LoopError(f"ranks stand at different steps: {steps}; call checkpointer.restore() on every rank")
+    world, target = coordinator.world_size, config.training.max_steps
+    place.record.start(
+        state.step,
+        {"world": world, "strategy": config.strategy.name, "global_batch": config.data.global_batch, "target": target},
+    )
+    phase = "first_step"
+    with StepProgress(total=target, done=state.step, enabled=coordinator.is_main) as progress:
+        while state.step < target and not place.draining:
+            with place.phase(phase):
+                number = state.step + 1
+                step = Step(number, state.data.begin(number), state, place)
+                if config.determinism == "order":
+                    seed_all(place.seed, "step", number)
+                yield step
+                if step.result is None:
+                    raise LoopError(f"step {number}: the loop body ended without step.optimize()")
+            place.draining = step.draining
+            progress.step(number, step.result.loss)
+            phase = "step"
+
+
+def record_step(step: Step, place: LoopPlace) -> None:
+    """The ledger line of a step just committed."""
+    result, span = step.result, step.span
+    if result is None:
+        raise LoopError("a step is recorded after optimize()")
+    place.record.step(
+        {
+            "step": step.number,
+            "epoch": span.epoch,
+            "first": span.first,
+            "last": span.last,
+            "padded": span.padded,
+            "dropped": span.dropped,
+            "length": span.length,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "scale": result.scale,
+            "updated": result.updated,
+            "world": dist.get_world_size(),
+        }
+    )

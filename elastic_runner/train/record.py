@@ -1,0 +1,132 @@
+"""The run's record on global rank 0: ledger lines and the summary. The other ranks hold one that does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elastic_runner import paths
+from elastic_runner.data.ledger import LedgerWriter, effective, read_records, tally
+from elastic_runner.errors import NotFound
+from elastic_runner.observability.summary import RunSummary, Status, decode, encode
+from elastic_runner.storage import Storage
+
+
+class RunRecord(Protocol):
+    """Events of one attempt, in order."""
+
+    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
+        """The attempt continues after step ``resumed_at``."""
+        ...
+
+    def step(self, record: dict[str, Any]) -> None:
+        """An optimizer step is committed."""
+        ...
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The model after ``step`` was evaluated."""
+        ...
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is durable."""
+        ...
+
+    def end(self, status: Status, message: str = "") -> None:
+        """The attempt is over."""
+        ...
+
+
+class NoRecord:
+    """For all ranks but the main one."""
+
+    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def saved(self, step: int) -> None:
+        """Nothing."""
+
+    def end(self, status: Status, message: str = "") -> None:
+        """Nothing."""
+
+
+class MainRecord:
+    """Writes the ledger as it goes and the summary at start, save, evaluation and end."""
+
+    def __init__(self, storage: Storage, *, attempt: int, target_step: int, restarts: int) -> None:
+        self._storage = storage
+        self._attempt = attempt
+        self._ledger = LedgerWriter(storage, attempt)
+        self._summary = RunSummary(status="running", attempt=attempt, target_step=target_step, restarts=restarts)
+
+    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
+        """Count what led here, then open the ledger of this attempt."""
+        records, lost = effective(read_records(self._storage), resumed_at)
+        self._tally = tally(records)
+        self._set(step=resumed_at, lost_steps=lost)
+        for record in records:
+            if record["event"] == "evaluation":
+                self._set(validation=record["metrics"], validation_step=record["step"])
+            elif record["event"] == "step":
+                self._set(train_loss=record["loss"])
+        self._append({"event": "start", "resumed_at": resumed_at, **facts})
+        self._publish()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Add a line; the summary follows at the next save."""
+        record = {"event": "step", **record}
+        self._append(record)
+        self._tally.add(record)
+        self._set(step=record["step"], train_loss=record["loss"])
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a line and renew the summary."""
+        self._append({"event": "evaluation", "step": step, "metrics": dict(metrics)})
+        self._set(validation=dict(metrics), validation_step=step)
+        self._publish()
+
+    def saved(self, step: int) -> None:
+        """Make the ledger durable up to here, and renew the summary."""
+        self._append({"event": "saved", "step": step})
+        self._publish()
+
+    def end(self, status: Status, message: str = "") -> None:
+        """Close with ``status``."""
+        self._set(status=status, message=message)
+        self._publish()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._ledger.append({**record, "attempt": self._attempt, "time": round(time.time(), 3)})
+
+    def _set(self, **changes: Any) -> None:
+        self._summary = dataclasses.replace(self._summary, **changes)
+
+    def _publish(self) -> None:
+        self._ledger.flush()
+        if hasattr(self, "_tally"):
+            count = self._tally
+            self._set(
+                samples_seen=count.samples,
+                samples_repeated=count.repeated,
+                samples_skipped=count.skipped,
+                samples_padded=count.padded,
+                samples_dropped=count.dropped,
+            )
+        self._set(updated=time.time())
+        self._storage.put(paths.SUMMARY, encode(self._summary))
+
+
+def read_summary(storage: Storage) -> RunSummary | None:
+    """The summary of a run; None when there is none yet."""
+    try:
+        return decode(storage.read(paths.SUMMARY))
+    except (NotFound, json.JSONDecodeError):
+        return None

@@ -1,0 +1,229 @@
+"""One optimizer step over one global batch, on this rank's logical shards."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from elastic_runner.checkpoint.names import clean_name
+from elastic_runner.config import RunConfig
+from elastic_runner.coordination import Place
+from elastic_runner.data.random import seed_all
+from elastic_runner.data.source import Microbatch, Span
+from elastic_runner.errors import LoopError, ModelError, NonFiniteError
+from elastic_runner.train.state import TrainState
+from elastic_runner.train.synchronize import accumulation
+
+
+class StepPlace(Place, Protocol):
+    """What a step needs of its worker."""
+
+    config: RunConfig
+    """The run."""
+    stop_requested: bool
+    """Whether this process was asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step came to; equal on every rank."""
+
+    loss: float
+    """Mean loss over the global batch, weighted like the gradient."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    lr: float
+    """Learning rate of the first parameter group during the step."""
+    scale: float
+    """Loss scale; 1 unless fp16."""
+    updated: bool
+    """False when a gradient was not finite and the update was skipped."""
+
+
+class Step:
+    """Handed out by ``worker.steps``: loop over ``microbatches``, ``backward`` each loss, then ``optimize`` once."""
+
+    def __init__(self, number: int, span: Span, state: TrainState, place: StepPlace) -> None:
+        self.number = number
+        """From 1."""
+        self.epoch = span.epoch
+        """0-based."""
+        self.is_last = number >= place.config.training.max_steps
+        """Whether the run ends after this step."""
+        self.draining = False
+        """After ``optimize``: whether all ranks have agreed to stop after this step."""
+        self.result: StepResult | None = None
+        """After ``optimize``."""
+        self.span = span
+        self._state = state
+        self._place = place
+        self._config = place.config
+        self._shards = place.config.data.shards
+        # Losses, their units (samples or tokens) per logical shard, and one place for requests to stop.
+        self._totals = torch.zeros(2 * self._shards + 1, dtype=torch.float64)
+        self._current: Microbatch | None = None
+        self._done = 0
+
+    def microbatches(self) -> Iterator[Any]:
+        """This rank's batches. While one is out, autocast and gradient synchronisation are set up for it."""
+        count = self._state.data.count()
+        for index, microbatch in enumerate(self._state.data.microbatches()):
+            if index != self._done:
+                raise LoopError(f"step {self.number}: call step.backward once per microbatch, before taking the next one")
+            self._current = microbatch
+            if self._config.determinism == "order":
+                seed_all(self._place.seed, "compute", self.number, microbatch.shard)
+            last = index == count - 1
+            with accumulation(self._state.model, last=last), autocast(self._config, self._place.device), _explained(
+                self._state.model
+            ):
+                yield microbatch.batch
+        self._current = None
+
+    def backward(self, loss: torch.Tensor, *, tokens: int | None = None) -> None:
+        """Backward of this microbatch's share of the global loss.
+
+        ``loss`` is the mean over the microbatch's samples, or over its ``tokens`` where that is given: the gradient is
+        then the mean over all samples, or all tokens, of the global batch, however unevenly they are spread.
+        Raises LoopError outside of ``microbatches``.
+        """
+        if self._current is None or self._done >= self._state.data.count():
+            raise LoopError(f"step {self.number}: step.backward belongs inside 'for batch in step.microbatches()'")
+        if loss.numel() != 1:
+            raise LoopError(f"step {self.number}: the loss must be one number, its shape is {list(loss.shape)}")
+        units = self._current.samples if tokens is None else tokens
+        scale = self._scale()
+        with torch.autocast(self._place.device.type, enabled=False), _explained(self._state.model):
+            (loss * (scale * units / self._config.data.global_batch)).backward()
+        shard = self._current.shard
+        self._totals[shard] = loss.detach().double().item()
+        self._totals[self._shards + shard] = units
+        self._done += 1
+
+    def optimize(self) -> StepResult:
+        """Clip, step optimizer and schedule, clear gradients, commit the data. Collective.
+
+        Raises NonFiniteError (by ``training.non_finite``), LoopError when a microbatch is missing.
+        """
+        count = self._state.data.count()
+        if self._done != count:
+            raise LoopError(f"step {self.number}: {self._done} of {count} microbatches had their backward before optimize")
+        loss, units = self._reduce_totals()
+        parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
+        # Losses were weighted against global_batch units; tokens and the loss scale are put right here.
+        factor = self._config.data.global_batch / units / self._scale()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        norm_tensor = global_norm(gradients)
+        norm = float(norm_tensor)
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        self._handle_non_finite(finite, loss, norm)
+        lr = float(self._state.optimizer.param_groups[0]["lr"])
+        scale = self._scale()
+        if finite:
+            if self._config.training.clip_norm is not None:
+                clip_grads_with_norm_(parameters, self._config.training.clip_norm, norm_tensor)
+            self._state.optimizer.step()
+            if self._state.schedule is not None:
+                self._state.schedule.step()
+        if self._config.training.precision == "fp16":
+            self._state.scaler.update(finite)
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._state.step = self.number
+        self._state.data.commit()
+        self.result = StepResult(loss=loss, grad_norm=norm, lr=lr, scale=scale, updated=finite)
+        return self.result
+
+    def _reduce_totals(self) -> tuple[float, float]:
+        # Each shard's number is added to zeros, which is exact; the sum over shards then has one fixed order, so
+        # the loss does not depend on the world size. The request to stop travels along.
+        self._totals[-1] = float(self._place.stop_requested)
+        totals = self._place.coordinator.sum(f"step {self.number}", self._totals)
+        losses, units = totals[: self._shards].tolist(), totals[self._shards : -1].tolist()
+        self.draining = totals[-1].item() > 0
+        total = sum(units)
+        if total == 0:
+            raise LoopError(f"step {self.number}: the whole global batch has 0 tokens")
+        return sum(loss * unit for loss, unit in zip(losses, units, strict=True)) / total, total
+
+    def _handle_non_finite(self, finite: bool, loss: float, norm: float) -> None:
+        if finite or self._config.training.non_finite == "skip":
+            return
+        if self._config.training.precision == "fp16" and math.isfinite(loss) and self._state.scaler.scale > 1:
+            return  # an overflow of the scaled loss, which the scaler answers
+        raise NonFiniteError(
+            f"step {self.number}: loss {loss}, gradient norm {norm} (samples {self.span.first} to {self.span.last - 1} of "
+            f"epoch {self.span.epoch}). Lower the learning rate, clip (training.clip_norm), or set training.non_finite='skip'."
+        )
+
+    def _scale(self) -> float:
+        return self._state.scaler.scale if self._config.training.precision == "fp16" else 1.0
+
+
+def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast by ``training.precision``; FSDP casts by its own policy instead."""
+    if config.training.precision == "fp32" or config.strategy.name in ("fsdp", "hsdp"):
+        return nullcontext()
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """L2 norm over all ranks' shards of all gradients. Collective where they are sharded."""
+    if not gradients:
+        return torch.zeros(())
+    norm = get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+_ADVICE = (
+    (
+        re.compile(r"Expected to have finished reduction in the prior iteration"),
+        "a step used only a part of the model, so some parameters got no gradient{names}. "
+        "Set strategy.ddp.find_unused_parameters = true, or use every parameter in every step.",
+    ),
+    (
+        re.compile(r"marked (as )?ready (twice|only once)|Expected to mark a variable ready only once"),
+        "DDP saw a parameter's gradient twice in one backward{names}: re-entrant activation checkpointing, or a forward "
+        "outside of the wrapped model. Use strategy.checkpoint_classes (non-reentrant) for recomputation, and switch "
+        "strategy.ddp.find_unused_parameters off when every parameter is used.",
+    ),
+)
+
+
+class _explained:
+    """Maps what DDP says about unused or doubly used parameters to the option to change, with parameter names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(self._model, FSDPModule):
+            return
+        for pattern, advice in _ADVICE:
+            if pattern.search(str(error)):
+                raise ModelError(advice.format(names=self._names(str(error)))) from error
+
+    def _names(self, text: str) -> str:
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text) or re.search(r"index (\d+)", text)
+        named = re.search(r"name (\S+) has been marked", text)
+        if named:
+            return f" ({named.group(1)})"
+        if indices is None:
+            return ""
+        trained = [clean_name(self._model, n) for n, p in self._model.named_parameters() if p.requires_grad]
+        return f" ({', '.join(trained[int(i)] for i in indices.group(1).split() if int(i) < len(trained))})"

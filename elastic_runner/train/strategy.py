@@ -1,0 +1,141 @@
+"""Spreading a model over ranks by configuration: single, dp, ddp, fsdp, hsdp."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from elastic_runner.config import DataConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
+from elastic_runner.errors import ConfigError, ModelError
+from elastic_runner.train.reduction import sum_gradients
+from elastic_runner.train.wrapping import modules_of_class, modules_of_size, recompute_activations
+
+log = logging.getLogger(__name__)
+
+SHARDED = ("fsdp", "hsdp")
+
+
+def check_strategy(config: RunConfig, *, world_size: int, device: torch.device) -> None:
+    """Raise ConfigError for a combination that cannot work, saying what to change."""
+    strategy, precision = config.strategy, config.training.precision
+    if strategy.name in ("single", "dp") and world_size > 1:
+        raise ConfigError(f"strategy.name={strategy.name!r} runs one process, but there are {world_size}: use ddp or fsdp")
+    if precision == "fp16" and device.type == "cpu":
+        raise ConfigError("training.precision='fp16' needs an accelerator; use bf16 on the CPU")
+    if strategy.name in SHARDED and strategy.fsdp.cpu_offload and device.type == "cpu":
+        raise ConfigError("strategy.fsdp.cpu_offload has nothing to offload from on the CPU: switch it off")
+    if strategy.name == "ddp":
+        _check_ddp(strategy, config.data, world_size)
+
+
+def _check_ddp(strategy: StrategyConfig, data: DataConfig, world_size: int) -> None:
+    ddp = strategy.ddp
+    if ddp.static_graph and ddp.find_unused_parameters:
+        raise ConfigError("strategy.ddp: static_graph already finds unused parameters; switch find_unused_parameters off")
+    if ddp.static_graph and data.shards > world_size:
+        raise ConfigError(
+            "strategy.ddp.static_graph does not allow gradient accumulation, and with data.shards="
+            f"{data.shards} on {world_size} ranks some rank accumulates: switch it off, or set data.shards to the world size"
+        )
+
+
+def prepare(model: nn.Module, config: RunConfig, *, device: torch.device, local_world_size: int) -> nn.Module:
+    """Move ``model`` to ``device``, make all ranks start from rank 0's values, and wrap it.
+
+    Raises ModelError when the model does not fit the options. Collective.
+    """
+    strategy = config.strategy
+    model = model.to(device)
+    broadcast_state(model)
+    if strategy.checkpoint_classes:
+        recompute_activations(model, strategy.checkpoint_classes)
+    if strategy.name == "dp":
+        return DataParallel(model)
+    if strategy.name == "ddp":
+        return _ddp(model, strategy.ddp, device)
+    if strategy.name in SHARDED:
+        mesh = _mesh(strategy, device, local_world_size)
+        return _fsdp(model, strategy.fsdp, mesh, config.training.precision, device)
+    return model
+
+
+def broadcast_state(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor, src=0)
+
+
+def _ddp(model: nn.Module, options: DdpConfig, device: torch.device) -> nn.Module:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError("every parameter is frozen: there is nothing to train")
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; the new name does not exist in 2.9.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device.index],
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            broadcast_buffers=options.broadcast_buffers,
+            static_graph=options.static_graph,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+        )
+    wrapped.register_comm_hook(None, sum_gradients)
+    return wrapped
+
+
+def _mesh(strategy: StrategyConfig, device: torch.device, local_world_size: int) -> DeviceMesh:
+    world = dist.get_world_size()
+    if strategy.name == "fsdp":
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    wanted = strategy.fsdp.shard_size or local_world_size
+    size = math.gcd(world, wanted)
+    if size != wanted and dist.get_rank() == 0:
+        log.warning("hsdp: shard groups of %d do not divide %d ranks; using groups of %d", wanted, world, size)
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _fsdp(model: nn.Module, options: FsdpConfig, mesh: DeviceMesh, precision: str, device: torch.device) -> nn.Module:
+    if options.wrap_classes:
+        units = modules_of_class(model, options.wrap_classes, "strategy.fsdp.wrap_classes")
+    else:
+        units = modules_of_size(model, options.wrap_min_params)
+    compute = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": options.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute,
+            reduce_dtype=torch.float32 if compute else None,
+            output_dtype=torch.float32 if compute else None,
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
+    }
+    sharded = [cast(FSDPModule, fully_shard(unit, **arguments)) for unit in units]
+    root = cast(FSDPModule, fully_shard(model, **arguments))
+    for module in (*sharded, root):
+        # Losses carry their share of the global batch, so gradients are summed, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    _prefetch(sharded, options)
+    return model
+
+
+def _prefetch(units: list[FSDPModule], options: FsdpConfig) -> None:
+    for index, unit in enumerate(units):
+        ahead = units[index + 1 : index + 1 + options.forward_prefetch]
+        behind = units[max(0, index - options.backward_prefetch) : index][::-1]
+        if ahead:
+            unit.set_modules_to_forward_prefetch(ahead)
+        if behind:
+            unit.set_modules_to_backward_prefetch(behind)

@@ -1,0 +1,36 @@
+"""Attempts: each start of a run owns a number, taken by exclusive create. It fences what an older start may commit."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from elastic_runner import paths
+from elastic_runner.errors import AlreadyExists, Fenced
+from elastic_runner.storage import Storage
+
+
+def attempts(storage: Storage) -> list[int]:
+    """Numbers taken so far, ascending."""
+    return sorted(n for name in storage.list(paths.ATTEMPTS) if (n := paths.attempt_number(name)) is not None)
+
+
+def begin_attempt(storage: Storage, facts: dict[str, Any]) -> int:
+    """Take the next number, with ``facts`` (hosts, pids) on record."""
+    number = max(attempts(storage), default=0) + 1
+    while True:
+        record = {"attempt": number, "started": time.time(), **facts}
+        try:
+            storage.create(paths.attempt_record(number), json.dumps(record, indent=1).encode())
+        except AlreadyExists:
+            number += 1
+        else:
+            return number
+
+
+def check_fence(storage: Storage, attempt: int) -> None:
+    """Raise Fenced when a newer attempt has begun."""
+    newest = max(attempts(storage), default=0)
+    if newest > attempt:
+        raise Fenced(f"attempt {newest} has taken over this run; attempt {attempt} must not commit")

@@ -1,0 +1,64 @@
+"""How a worker dies: the reason is printed and recorded first, and no collective is waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
+
+
+def exit_code(error: BaseException) -> int:
+    """The documented code for an uncaught error."""
+    if isinstance(error, ElasticRunnerError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return ExitCode.FAILED
+
+
+def describe(error: BaseException, where: str, *, with_traceback: bool) -> str:
+    """What a person reads: one line for our own errors, the traceback for all others or on request."""
+    if isinstance(error, Interrupted):
+        return f"elastic_runner: {error}"
+    if isinstance(error, ElasticRunnerError) and not with_traceback:
+        return f"elastic_runner: error: {where}: {type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return f"elastic_runner: error: {where}:\n{trace.rstrip()}"
+
+
+def where_am_i(rank: int, world_size: int, phase: str, step: int | None) -> str:
+    """Rank, host, phase and step in a few words."""
+    at = "" if step is None else f", step {step}"
+    return f"rank {rank} of {world_size} on {socket.gethostname()}, phase {phase}{at}"
+
+
+def leave_at_once_on(
+    failed: Callable[[BaseException], bool], message: Callable[[BaseException], str]
+) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
+    """An excepthook for errors that left a worker: print, then exit by code without waiting in destructors or atexit.
+
+    A process group that lost a peer can block in either for as long as its time-out.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not failed(error):
+            previous(kind, error, trace)
+            return
+        print(message(error), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(exit_code(error))
+
+    return hook
+
+
+def record_for_agent(error: BaseException) -> None:
+    """Describe the error where torchelastic's agent looks for it (TORCHELASTIC_ERROR_FILE)."""
+    get_error_handler().record_exception(error)

@@ -1,0 +1,282 @@
+"""Worker: the context in which a user's script trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+from elastic_runner import paths
+from elastic_runner.checkpoint.capture import Parts
+from elastic_runner.config import RunConfig
+from elastic_runner.coordination import Coordinator
+from elastic_runner.data.random import seed_all
+from elastic_runner.environment import Environment, read_environment
+from elastic_runner.errors import Interrupted
+from elastic_runner.observability.logs import ensure_logging
+from elastic_runner.storage import open_storage
+from elastic_runner.train import evaluate as evaluation
+from elastic_runner.train.loop import record_step, run_steps
+from elastic_runner.train.record import MainRecord, NoRecord, RunRecord, read_summary
+from elastic_runner.train.state import TrainState
+from elastic_runner.train.step import Step
+from elastic_runner.train.strategy import check_strategy, prepare
+from elastic_runner.train.synchronize import make_buffers_equal
+from elastic_runner.worker import attempt as attempts
+from elastic_runner.worker import report
+from elastic_runner.worker.deadline import PhaseWatch
+from elastic_runner.worker.device import choose_backend, choose_device
+from elastic_runner.worker.process_group import connect, start_groups
+from elastic_runner.worker.signals import StopNotice
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class AlreadyFinished(SystemExit):
+    """The run has reached its target: nothing is done and the process exits with 0."""
+
+
+class Worker:
+    """Process groups, device, deadlines, signals and the run's record, for as long as the ``with`` block lasts.
+
+    Entering raises AlreadyFinished (a SystemExit with code 0) when the run has reached ``training.max_steps``,
+    ConfigError when the configuration cannot work here, SetupError when the peers do not come. Leaving after all
+    ranks agreed to stop raises Interrupted, whose exit code asks for a new start.
+    """
+
+    coordinator: Coordinator
+    checkpoint_coordinator: Coordinator
+    device: torch.device
+    attempt: int
+    record: RunRecord
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.seed = config.seed
+        self.run_url = config.run_dir
+        self.storage_options = config.storage_options
+        self.storage_timeout = config.timeouts.storage
+        self.storage = open_storage(config.run_dir, config.storage_options, config.timeouts.storage)
+        self.draining = False
+        self._environment: Environment = read_environment()
+        self._notice = StopNotice()
+        self._state: TrainState | None = None
+        self._error: BaseException | None = None
+        limits = {name: getattr(config.timeouts, name) for name in type(config.timeouts).__dataclass_fields__}
+        self._watch = PhaseWatch(limits, self._where)
+
+    @property
+    def rank(self) -> int:
+        """Global rank; a place of work, never a part of what is learned."""
+        return self._environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the job now."""
+        return self._environment.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Global rank 0: for what happens once in the job (printing, trackers)."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Local rank 0: for what happens once on a node (downloads, caches)."""
+        return self._environment.local_rank == 0
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process was asked to stop; the ranks agree on it at the end of a step."""
+        return self._notice.received is not None
+
+    def __enter__(self) -> Worker:
+        env, config = self._environment, self.config
+        ensure_logging(f"[{socket.gethostname()}:{env.rank}]")
+        sys.excepthook = report.leave_at_once_on(lambda error: error is self._error, self._describe)
+        try:
+            self._notice.install()
+            with self._watch.phase("setup"):
+                self.device = choose_device(env.local_rank)
+                check_strategy(config, world_size=env.world_size, device=self.device)
+                self._connect()
+                self._begin()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        try:
+            with self._watch.phase("teardown"):
+                self._finish()
+        except Interrupted as interrupted:
+            self._error = interrupted
+            raise
+        finally:
+            self._close()
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Move ``model`` to the device and wrap it by ``strategy``. Build the optimizer from what this returns. Collective."""
+        return prepare(
+            model, self.config, device=self.device, local_world_size=self._environment.local_world_size
+        )
+
+    def steps(self, state: TrainState) -> Iterator[Step]:
+        """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
+        self._state = state
+        for step in run_steps(state, self):
+            optimize = step.optimize
+
+            def optimize_and_record(step: Step = step, optimize: Callable[[], Any] = optimize) -> Any:
+                result = optimize()
+                record_step(step, self)
+                return result
+
+            step.optimize = optimize_and_record  # type: ignore[method-assign]
+            yield step
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        metric: evaluation.Metric,
+        *,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> dict[str, float]:
+        """Means over ``dataset`` as in ``train.evaluate``, put on record. Collective."""
+        metrics = evaluation.evaluate(model, dataset, metric, self, batch_size=batch_size, collate_fn=collate_fn)
+        if metrics:
+            self.record.evaluation(self._state.step if self._state else 0, metrics)
+        return metrics
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on global rank 0 alone; its result, or its error, is every rank's. Collective."""
+        return self.coordinator.once("on_main", action)
+
+    def local_main_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on local rank 0 of each node, then on the others, which find its work done. Collective."""
+        results = []
+        for turn in (True, False):
+
+            def run(turn: bool = turn) -> None:
+                if self.is_local_main == turn:
+                    results.append(action())
+
+            self.coordinator.agree("local_main_first", run)
+        return results[0]
+
+    def print(self, *values: object) -> None:
+        """Print once in the job."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Enter a named phase, whose deadline is ``timeouts.<name>``."""
+        return self._watch.phase(name)
+
+    def check_fence(self) -> None:
+        """Raise Fenced when a newer attempt has taken over the run."""
+        attempts.check_fence(self.storage, self.attempt)
+
+    def prepare_save(self, parts: Parts) -> None:
+        """Make what is replicated equal before it is written."""
+        make_buffers_equal(parts.model)
+
+    def saved(self, step: int) -> None:
+        """Put a durable checkpoint on record."""
+        self.record.saved(step)
+
+    def _connect(self) -> None:
+        timeouts, env = self.config.timeouts, self._environment
+        steps, checkpoints = start_groups(
+            connect(env, timeouts.setup),
+            env,
+            choose_backend(self.device),
+            setup=timeouts.setup,
+            step=max(timeouts.step, timeouts.first_step),
+            checkpoint=max(timeouts.save, timeouts.load),
+        )
+        self.coordinator, self.checkpoint_coordinator = Coordinator(steps), Coordinator(checkpoints)
+
+    def _begin(self) -> None:
+        target = self.config.training.max_steps
+        summary = self.coordinator.once("summary", lambda: read_summary(self.storage))
+        if summary is not None and summary.status == "finished" and summary.step >= target:
+            self.print(f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do.")
+            self._close()
+            raise AlreadyFinished(0)
+        pids = self.coordinator.gather("pids", (socket.gethostname(), os.getpid()))
+        facts = {"world_size": self.world_size, "workers": [{"host": h, "pid": p} for h, p in pids]}
+        self.attempt, taken = self.coordinator.once("attempt", lambda: self._take_attempt(facts))
+        restarts = taken - 1
+        self.record = NoRecord()
+        if self.is_main:
+            self.record = MainRecord(
+                self.storage, attempt=self.attempt, target_step=target, restarts=restarts
+            )
+            log.info("attempt %d of %s: %d ranks, %s, %s", self.attempt, self.storage.url, self.world_size, self.config.strategy.name, self.device.type)  # fmt: skip
+        seed_all(self.seed, "init")
+
+    def _take_attempt(self, facts: Mapping[str, Any]) -> tuple[int, int]:
+        number = attempts.begin_attempt(self.storage, dict(facts))
+        if self._environment.agent_dir:
+            Path(self._environment.agent_dir, "run_dir").write_text(self.run_url)
+        return number, len(attempts.attempts(self.storage))
+
+    def _finish(self) -> None:
+        step, target = (self._state.step if self._state else 0), self.config.training.max_steps
+        self.coordinator.gather("finish", step)
+        if self.draining and step < target:
+            message = f"asked to stop ({self._notice.received or 'by another rank'}); saved at step {step} of {target}"
+            self.record.end("interrupted", message)
+            raise Interrupted(f"{message}. Start the same command again to continue.")
+        self.record.end("finished")
+
+    def _fail(self, error: BaseException) -> None:
+        """Record the reason; no collective, since peers may be gone."""
+        if isinstance(error, (AlreadyFinished, GeneratorExit)):
+            return
+        self._error = error
+        with suppress(Exception):
+            report.record_for_agent(error)
+        if hasattr(self, "record"):
+            with suppress(Exception):
+                self.record.end("failed", f"{type(error).__name__}: {error}"[:500])
+
+    def _close(self) -> None:
+        self._watch.close()
+        self._notice.restore()
+        self.coordinator.close()
+        self.checkpoint_coordinator.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _where(self) -> str:
+        step = self._state.step + 1 if self._state else None
+        return report.where_am_i(self.rank, self.world_size, self._watch.current, step)
+
+    def _describe(self, error: BaseException) -> str:
+        return report.describe(error, self._where(), with_traceback=self._environment.traceback)
+
+
+__all__ = ["AlreadyFinished", "Worker"]
