@@ -99,7 +99,8 @@ class FsdpConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory. Needs an accelerator."""
     shard_size: Positive | None = None
-    """hsdp: ranks per shard group; default one node. Where it does not divide the world, the largest divisor of both is used."""
+    """hsdp: ranks per shard group; default one node. Where it does not divide the world, the largest divisor of both
+    is used."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -125,7 +126,7 @@ class CheckpointConfig:
     url: str | None = None
     """Any fsspec URL or path. None: checkpoints/ in the run directory."""
     options: dict[str, str] = field(default_factory=dict)
-    """Options of that filesystem, dotted for nested ones: {"client_kwargs.endpoint_url": "http://..."}. Never logged."""
+    """Options of that filesystem, dotted for nested ones: client_kwargs.endpoint_url http://... Never logged."""
     every: Positive = 20
     """Save every so many steps, and at the last one."""
     format: Literal["sharded", "full"] = "sharded"

@@ -48,7 +48,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if distributed:
         lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
         if lacking:
-            raise ConfigError(f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not: start by torchrun, or unset RANK")
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not: start by torchrun, or unset RANK"
+            )
     rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
     if not distributed:
         rank, world = 0, 1

@@ -157,7 +157,11 @@ class Mismatch(CheckpointError):
     restartable = False
 
     def __init__(
-        self, message: str, missing: Iterable[str] = (), extra: Iterable[str] = (), misshapen: Iterable[str] = ()
+        self,
+        message: str,
+        missing: Iterable[str] = (),
+        extra: Iterable[str] = (),
+        misshapen: Iterable[str] = (),
     ) -> None:
         super().__init__(message)
         self.missing = tuple(missing)

@@ -227,5 +227,3 @@ def _as_save_failed(step: int) -> Iterator[None]:
         if not error.restartable or isinstance(error, SaveFailed):
             raise
         raise SaveFailed(f"step {step} was not saved: {error}") from error
-
-

@@ -31,7 +31,7 @@ FILE = "full.pt"
 
 
 def gather_full(captured: Captured, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host, gathered one by one; kept only where ``keep``. Collective where tensors are sharded."""
+    """Whole tensors on the host, gathered one by one and kept only where ``keep``. Collective."""
     whole: dict[str, torch.Tensor] = {}
     for key in sorted(captured.tensors):
         tensor = captured.tensors[key]
@@ -81,7 +81,9 @@ class FullReader(StorageReader):
             try:
                 self._file = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
             except pickle.UnpicklingError as error:
-                raise NotData(f"{self._path} holds more than tensors and plain data and was not loaded: {error}") from error
+                raise NotData(
+                    f"{self._path} holds more than tensors and plain data and was not loaded: {error}"
+                ) from error
             except (RuntimeError, EOFError, ValueError) as error:
                 raise Damaged(f"{self._path} cannot be read: {error}") from error
         return cast(dict[str, Any], self._file)

@@ -66,7 +66,9 @@ def _head(reader: Reader) -> tuple[Metadata, dict[str, Any]]:
     metadata = reader.read_metadata()
     # What is broadcast to all ranks need not say where bytes lie.
     slim = Metadata(
-        state_dict_metadata={k: m for k, m in metadata.state_dict_metadata.items() if not isinstance(m, BytesStorageMetadata)}
+        state_dict_metadata={
+            k: m for k, m in metadata.state_dict_metadata.items() if not isinstance(m, BytesStorageMetadata)
+        }
     )
     return slim, reader.plain(metadata)
 
@@ -75,7 +77,11 @@ class _Loading:
     """One load: targets by key of the checkpoint, and what to do once they are filled."""
 
     def __init__(
-        self, parts: Parts, saved: Mapping[str, TensorStorageMetadata], plain: Mapping[str, Any], lenience: Lenience
+        self,
+        parts: Parts,
+        saved: Mapping[str, TensorStorageMetadata],
+        plain: Mapping[str, Any],
+        lenience: Lenience,
     ) -> None:
         self.targets: dict[str, torch.Tensor] = {}
         self._parts = parts
@@ -140,8 +146,12 @@ class _Loading:
         if matched.fresh or matched.ignored:
             log.warning(
                 "partial restore: %d tensors loaded, %d keep fresh values (%s), %d left unread (%s)",
-                len(matched.source), len(matched.fresh), ", ".join(matched.fresh), len(matched.ignored), ", ".join(matched.ignored),
-            )  # fmt: skip
+                len(matched.source),
+                len(matched.fresh),
+                ", ".join(matched.fresh),
+                len(matched.ignored),
+                ", ".join(matched.ignored),
+            )
 
     def _target(self, key: str, tensor: torch.Tensor) -> None:
         """Read ``key`` into ``tensor``; a second tensor that wants the same key gets a copy afterwards."""
@@ -165,7 +175,10 @@ class _Loading:
         found = self._fields_by_parameter()
 
         def origin(name: str) -> str:
-            candidates = [*all_names.get(name, [name]), *(saved_aliases.get(n, n) for n in all_names.get(name, [name]))]
+            candidates = [
+                *all_names.get(name, [name]),
+                *(saved_aliases.get(n, n) for n in all_names.get(name, [name])),
+            ]
             return next((c for c in candidates if c in self._known), name)
 
         origins = {parameter: origin(name) for parameter, name in present.items()}
@@ -247,7 +260,9 @@ class _Loading:
         wanted = {f"state.{name}" for name in self._parts.others()}
         extra = [key for key in self._plain if key.startswith("state.") and key not in wanted]
         if extra:
-            raise Mismatch(f"the checkpoint holds states that TrainState was not given: {', '.join(extra)}", extra=extra)
+            raise Mismatch(
+                f"the checkpoint holds states that TrainState was not given: {', '.join(extra)}", extra=extra
+            )
 
 
 _ABSENT = object()

@@ -33,7 +33,10 @@ class Matched:
 
 
 def match_model(
-    wanted: Mapping[str, Sequence[str]], saved: Iterable[str], saved_aliases: Mapping[str, str], lenience: Lenience
+    wanted: Mapping[str, Sequence[str]],
+    saved: Iterable[str],
+    saved_aliases: Mapping[str, str],
+    lenience: Lenience,
 ) -> Matched:
     """Match model names. ``wanted``: stored name -> all names of that tensor (several when tied now).
 
@@ -87,7 +90,9 @@ def match_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Sequence[
     return result
 
 
-def check_shapes(wanted: Mapping[str, tuple[Any, Any]], saved: Callable[[str], tuple[Any, Any]], source: Mapping[str, str]) -> None:
+def check_shapes(
+    wanted: Mapping[str, tuple[Any, Any]], saved: Callable[[str], tuple[Any, Any]], source: Mapping[str, str]
+) -> None:
     """Compare (shape, dtype) of each wanted key with its source. Raises Mismatch describing each difference."""
     wrong = [
         f"{key} is {_say(*wanted[key])} in the model, {_say(*saved(origin))} in the checkpoint"
@@ -118,7 +123,9 @@ def _mismatch(what: str, missing: Sequence[str], extra: Sequence[str]) -> Mismat
     if extra:
         parts.append(f"in the checkpoint but not in the {what}: {_some(extra)}")
     advice = "Use the model that was saved, or name patterns in checkpoint.allow_missing / checkpoint.allow_extra."
-    return Mismatch(f"the checkpoint does not fit the {what}; {'; '.join(parts)}. {advice}", missing=missing, extra=extra)
+    return Mismatch(
+        f"the checkpoint does not fit the {what}; {'; '.join(parts)}. {advice}", missing=missing, extra=extra
+    )
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

@@ -192,7 +192,9 @@ def load_plain(data: io.BytesIO, where: str) -> Any:
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise NotData(f"{where} holds more than tensors and plain data and was not loaded: {_first_line(error)}") from error
+        raise NotData(
+            f"{where} holds more than tensors and plain data and was not loaded: {_first_line(error)}"
+        ) from error
     except (RuntimeError, EOFError, ValueError) as error:
         raise Damaged(f"{where} cannot be read: {_first_line(error)}") from error
 
@@ -205,7 +207,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise NotData(f"{METADATA} asks for {module}.{name}, which is not part of checkpoint metadata; it was not loaded")
+        raise NotData(
+            f"{METADATA} asks for {module}.{name}, which is not part of checkpoint metadata; it was not loaded"
+        )
 
 
 def read_metadata(storage: Storage, directory: str) -> Metadata:

@@ -46,9 +46,7 @@ class ElasticLoader:
         self._cursor = Cursor()
         self._batch: GlobalBatch | None = None
         self._iterator: Iterator[Any] | None = None
-        self._mine = shards_of(
-            worker.coordinator.rank, world_size=worker.coordinator.world_size, shards=config.shards
-        )
+        self._mine = shards_of(worker.coordinator.rank, world_size=worker.coordinator.world_size, shards=config.shards)
         self._next(self._cursor)  # impossible sizes fail here, not at the first step
 
     @property
@@ -63,9 +61,7 @@ class ElasticLoader:
         if self._iterator is None:
             self._iterator = iter(self._open(step))
         b = self._batch
-        return Span(
-            epoch=b.epoch, first=b.first, last=b.last, padded=b.padded, dropped=b.dropped, length=self._length
-        )
+        return Span(epoch=b.epoch, first=b.first, last=b.last, padded=b.padded, dropped=b.dropped, length=self._length)
 
     def count(self) -> int:
         """Microbatches of this rank in every global batch."""
@@ -105,9 +101,7 @@ class ElasticLoader:
         self._batch, self._iterator = None, None
 
     def _next(self, cursor: Cursor) -> GlobalBatch:
-        return next_batch(
-            cursor, length=self._length, size=self._config.global_batch, policy=self._config.last_batch
-        )
+        return next_batch(cursor, length=self._length, size=self._config.global_batch, policy=self._config.last_batch)
 
     def _open(self, step: int) -> DataLoader[Any]:
         coordinator, workers = self._worker.coordinator, self._config.loader_workers

@@ -47,7 +47,8 @@ def next_batch(cursor: Cursor, *, length: int, size: int, policy: LastBatch) -> 
         raise ConfigError("the dataset is empty")
     if policy == "drop" and length < size:
         raise ConfigError(
-            f"data.global_batch={size} exceeds the dataset's {length} samples: make it smaller, or set data.last_batch='pad'"
+            f"data.global_batch={size} exceeds the dataset's {length} samples: "
+            "make it smaller, or set data.last_batch='pad'"
         )
     left = length - cursor.position
     # A cursor from a run with another batch size may stand inside what is now the tail.

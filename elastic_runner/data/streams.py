@@ -57,9 +57,7 @@ class ShardedStreams:
         self._config = config
         self._worker = worker
         self._collate_fn = collate_fn
-        self._mine = shards_of(
-            worker.coordinator.rank, world_size=worker.coordinator.world_size, shards=config.shards
-        )
+        self._mine = shards_of(worker.coordinator.rank, world_size=worker.coordinator.world_size, shards=config.shards)
         self._epoch = 0
         self._position = 0
         self._committed: dict[int, dict[str, Any]] = {}
@@ -74,7 +72,8 @@ class ShardedStreams:
         if not self._everybody_full():
             if self._position == 0:
                 raise ConfigError(
-                    f"a stream yields fewer than {self._per_shard} samples in epoch {self._epoch}; lower data.global_batch"
+                    f"a stream yields fewer than {self._per_shard} samples in epoch {self._epoch}: "
+                    "lower data.global_batch"
                 )
             self._epoch, self._position = self._epoch + 1, 0
             self._committed, self._open = {}, {}
@@ -113,7 +112,9 @@ class ShardedStreams:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue; raises Mismatch when the number of shards, hence the split of the data, differs."""
         if state["shards"] != self._config.shards:
-            raise Mismatch(f"streams were split into {state['shards']} shards, data.shards is {self._config.shards}: keep it")
+            raise Mismatch(
+                f"streams were split into {state['shards']} shards, data.shards is {self._config.shards}: keep it"
+            )
         self._epoch, self._position = state["epoch"], state["position"]
         self._committed = {
             shard: dict(state["streams"][shard]) for shard in self._mine if state["streams"][shard] is not None
@@ -138,4 +139,3 @@ class ShardedStreams:
     def _everybody_full(self) -> bool:
         short = sum(len(samples) < self._per_shard for samples in self._pulled.values())
         return not self._worker.coordinator.sum("data left", torch.tensor([short])).item()
-

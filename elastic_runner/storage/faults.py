@@ -35,7 +35,12 @@ def map_error(error: BaseException, what: str) -> StorageError:
     # boto-style errors carry the server's answer.
     answer = getattr(error, "response", None)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-    if isinstance(error, FileExistsError) or status == 412 or "PreconditionFailed" in text or "pre-condition" in text.lower():
+    if (
+        isinstance(error, FileExistsError)
+        or status == 412
+        or "PreconditionFailed" in text
+        or "pre-condition" in text.lower()
+    ):
         return AlreadyExists(text)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)) or status == 404:
         return NotFound(text)

@@ -82,7 +82,7 @@ class LocalStorage:
         """Names below a directory; our own temporary files are left out."""
         with mapped(f"list {self._at(path)}"):
             try:
-                return sorted(name for name in os.listdir(self._at(path)) if not name.startswith(".tmp-"))
+                return sorted(p.name for p in self._at(path).iterdir() if not p.name.startswith(".tmp-"))
             except FileNotFoundError:
                 return []
 

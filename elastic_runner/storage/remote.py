@@ -65,7 +65,9 @@ class FsspecStorage:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """A part of the object."""
-        return self._retried("read", path, lambda at: cast(bytes, self._fs.cat_file(at, start=offset, end=offset + length)))
+        return self._retried(
+            "read", path, lambda at: cast(bytes, self._fs.cat_file(at, start=offset, end=offset + length))
+        )
 
     def put(self, path: str, data: bytes) -> None:
         """One whole object; stores replace it atomically."""
@@ -126,7 +128,11 @@ class FsspecStorage:
                 entries = self._fs.ls(at, detail=False)
             except FileNotFoundError:
                 return []
-            found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries if str(entry).rstrip("/") != at.rstrip("/")}
+            found = {
+                str(entry).rstrip("/").rpartition("/")[2]
+                for entry in entries
+                if str(entry).rstrip("/") != at.rstrip("/")
+            }
             return sorted(found)
 
         return self._retried("list", path, names)

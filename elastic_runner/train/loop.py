@@ -33,7 +33,12 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
     world, target = coordinator.world_size, config.training.max_steps
     place.record.start(
         state.step,
-        {"world": world, "strategy": config.strategy.name, "global_batch": config.data.global_batch, "target": target},
+        {
+            "world": world,
+            "strategy": config.strategy.name,
+            "global_batch": config.data.global_batch,
+            "target": target,
+        },
     )
     phase = "first_step"
     with StepProgress(total=target, done=state.step, enabled=coordinator.is_main) as progress:

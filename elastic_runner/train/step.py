@@ -29,8 +29,11 @@ class StepPlace(Place, Protocol):
 
     config: RunConfig
     """The run."""
-    stop_requested: bool
-    """Whether this process was asked to stop."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +81,17 @@ class Step:
         count = self._state.data.count()
         for index, microbatch in enumerate(self._state.data.microbatches()):
             if index != self._done:
-                raise LoopError(f"step {self.number}: call step.backward once per microbatch, before taking the next one")
+                raise LoopError(
+                    f"step {self.number}: call step.backward once per microbatch, before taking the next one"
+                )
             self._current = microbatch
             if self._config.determinism == "order":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
             last = index == count - 1
-            with accumulation(self._state.model, last=last), autocast(self._config, self._place.device), _explained(
-                self._state.model
+            with (
+                accumulation(self._state.model, last=last),
+                autocast(self._config, self._place.device),
+                _explained(self._state.model),
             ):
                 yield microbatch.batch
         self._current = None
@@ -116,7 +123,9 @@ class Step:
         """
         count = self._state.data.count()
         if self._done != count:
-            raise LoopError(f"step {self.number}: {self._done} of {count} microbatches had their backward before optimize")
+            raise LoopError(
+                f"step {self.number}: {self._done} of {count} microbatches had their backward before optimize"
+            )
         loss, units = self._reduce_totals()
         parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
         # Losses were weighted against global_batch units; tokens and the loss scale are put right here.

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_runner.config import DataConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
@@ -28,7 +34,9 @@ def check_strategy(config: RunConfig, *, world_size: int, device: torch.device) 
     """Raise ConfigError for a combination that cannot work, saying what to change."""
     strategy, precision = config.strategy, config.training.precision
     if strategy.name in ("single", "dp") and world_size > 1:
-        raise ConfigError(f"strategy.name={strategy.name!r} runs one process, but there are {world_size}: use ddp or fsdp")
+        raise ConfigError(
+            f"strategy.name={strategy.name!r} runs one process, but there are {world_size}: use ddp or fsdp"
+        )
     if precision == "fp16" and device.type == "cpu":
         raise ConfigError("training.precision='fp16' needs an accelerator; use bf16 on the CPU")
     if strategy.name in SHARDED and strategy.fsdp.cpu_offload and device.type == "cpu":
@@ -40,7 +48,9 @@ def check_strategy(config: RunConfig, *, world_size: int, device: torch.device) 
 def _check_ddp(strategy: StrategyConfig, data: DataConfig, world_size: int) -> None:
     ddp = strategy.ddp
     if ddp.static_graph and ddp.find_unused_parameters:
-        raise ConfigError("strategy.ddp: static_graph already finds unused parameters; switch find_unused_parameters off")
+        raise ConfigError(
+            "strategy.ddp: static_graph already finds unused parameters; switch find_unused_parameters off"
+        )
     if ddp.static_graph and data.shards > world_size:
         raise ConfigError(
             "strategy.ddp.static_graph does not allow gradient accumulation, and with data.shards="
@@ -121,8 +131,8 @@ def _fsdp(model: nn.Module, options: FsdpConfig, mesh: DeviceMesh, precision: st
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
     }
-    sharded = [cast(FSDPModule, fully_shard(unit, **arguments)) for unit in units]
-    root = cast(FSDPModule, fully_shard(model, **arguments))
+    sharded = [fully_shard(unit, **arguments) for unit in units]
+    root = fully_shard(model, **arguments)
     for module in (*sharded, root):
         # Losses carry their share of the global batch, so gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)

@@ -49,4 +49,4 @@ def recompute_activations(model: nn.Module, names: Sequence[str]) -> None:
     """
     for block in modules_of_class(model, names, "strategy.checkpoint_classes"):
         forward: Any = block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, forward, use_reentrant=False)

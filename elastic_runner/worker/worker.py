@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic_runner import paths
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
@@ -136,9 +135,7 @@ class Worker:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Move ``model`` to the device and wrap it by ``strategy``. Build the optimizer from what this returns. Collective."""
-        return prepare(
-            model, self.config, device=self.device, local_world_size=self._environment.local_world_size
-        )
+        return prepare(model, self.config, device=self.device, local_world_size=self._environment.local_world_size)
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
@@ -222,7 +219,9 @@ class Worker:
         target = self.config.training.max_steps
         summary = self.coordinator.once("summary", lambda: read_summary(self.storage))
         if summary is not None and summary.status == "finished" and summary.step >= target:
-            self.print(f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do.")
+            self.print(
+                f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do."
+            )
             self._close()
             raise AlreadyFinished(0)
         pids = self.coordinator.gather("pids", (socket.gethostname(), os.getpid()))
@@ -231,9 +230,7 @@ class Worker:
         restarts = taken - 1
         self.record = NoRecord()
         if self.is_main:
-            self.record = MainRecord(
-                self.storage, attempt=self.attempt, target_step=target, restarts=restarts
-            )
+            self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             log.info("attempt %d of %s: %d ranks, %s, %s", self.attempt, self.storage.url, self.world_size, self.config.strategy.name, self.device.type)  # fmt: skip
         seed_all(self.seed, "init")
 

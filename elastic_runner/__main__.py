@@ -1,0 +1,8 @@
+"""``python -m elastic_runner`` is the command line."""
+
+import sys
+
+from elastic_runner.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

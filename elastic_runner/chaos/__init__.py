@@ -1,0 +1,1 @@
+"""Faults on purpose: to show, and to test, what the runner survives."""

@@ -1,0 +1,1 @@
+"""Real training jobs that ship with the package."""
