@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -200,9 +200,20 @@ def read_config(cls: type[C], path: str | Path) -> C:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:
-        return pydantic.TypeAdapter(cls).validate_python(tree)
+        return pydantic.TypeAdapter(cls).validate_python(_merged(asdict(cls()), tree))
     except pydantic.ValidationError as error:
         raise ConfigError(f"{path}: {describe(error)}") from None
+
+
+def _merged(defaults: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` over ``defaults``, section by section, so that naming one field of a section keeps the others."""
+    result = dict(defaults)
+    for name, value in tree.items():
+        below = defaults.get(name)
+        # A table of free keys, such as storage options, is replaced as a whole.
+        nested = isinstance(value, dict) and isinstance(below, dict) and below
+        result[name] = _merged(below, value) if nested else value
+    return result
 
 
 def describe(error: pydantic.ValidationError) -> str:

@@ -52,15 +52,11 @@ class Coordinator:
 
     def gather(self, label: str, value: T) -> list[T]:
         """Every rank's ``value``, in rank order, on every rank."""
-        return [outcome.value for outcome in self._exchange(_Outcome(label, value))]
+        return self._all_values(_Outcome(label, value))
 
     def agree(self, label: str, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank. If it raises anywhere, the lowest such rank's error is raised on all."""
-        outcomes = self._exchange(_attempt(label, action))
-        for rank, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                _raise(outcome.error, rank, self.rank)
-        return [outcome.value for outcome in outcomes]
+        return self._all_values(_attempt(label, action))
 
     def once(self, label: str, action: Callable[[], T]) -> T:
         """Run ``action`` on global rank 0 alone; its result, or its error, is everybody's."""
@@ -71,18 +67,28 @@ class Coordinator:
         return outcome.value
 
     def sum(self, label: str, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum of a CPU tensor over ranks, in place."""
-        if self.group is not None:
-            with _mapped(label):
-                dist.all_reduce(values, group=self.group)
-        return values
+        """Element-wise sum of a CPU tensor over ranks, in rank order.
+
+        Gathered and added here: an all-reduce of one rank and a labelled exchange of another could not tell each
+        other apart.
+        """
+        if self.group is None:
+            return values
+        return torch.stack(self.gather(label, values)).sum(0)
+
+    def _all_values(self, mine: _Outcome) -> list[Any]:
+        outcomes = self._exchange(mine)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                _raise(outcome.error, rank, self.rank)
+        return [outcome.value for outcome in outcomes]
 
     def _exchange(self, mine: _Outcome) -> Sequence[_Outcome]:
         if self.group is None:
             return [mine]
         gathered: list[Any] = [None] * self.world_size
         with _mapped(mine.label):
-            dist.all_gather_object(gathered, mine, group=self.group)
+            dist.all_gather_object(gathered, _sendable(mine), group=self.group)
         labels = {outcome.label for outcome in gathered}
         if len(labels) > 1:
             met = ", ".join(f"rank {rank}: {o.label}" for rank, o in enumerate(gathered))
@@ -120,6 +126,16 @@ def _attempt(label: str, action: Callable[[], T]) -> _Outcome:
         raise
     except BaseException as error:
         return _Outcome(label, error=_portable(error))
+
+
+def _sendable(outcome: _Outcome) -> _Outcome:
+    # A value that cannot be pickled is an error like any other: the peers wait for this rank's answer.
+    try:
+        pickle.dumps(outcome)
+    except Exception as error:
+        reason = f"'{outcome.label}': a {type(outcome.value).__qualname__} cannot be sent to the other ranks: {error}"
+        return _Outcome(outcome.label, error=LoopError(reason))
+    return outcome
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -44,23 +44,13 @@ class Environment:
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Parse ``variables`` (default: this process's). Raises ConfigError for a half-set or malformed world."""
     env = os.environ if variables is None else variables
-    distributed = "RANK" in env and "WORLD_SIZE" in env
-    if distributed:
-        lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if lacking:
-            raise ConfigError(
-                f"RANK and WORLD_SIZE are set but {' and '.join(lacking)} not: start by torchrun, or unset RANK"
-            )
-    rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
-    if not distributed:
-        rank, world = 0, 1
-    if not 0 <= rank < world:
-        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={world}")
+    distributed = bool(env.get("RANK") or env.get("WORLD_SIZE"))
+    rank, world, local_rank, local_world = _placement(env) if distributed else (0, 1, 0, 1)
     return Environment(
         rank=rank,
         world_size=world,
-        local_rank=_integer(env, "LOCAL_RANK", 0) if distributed else 0,
-        local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 1) if distributed else 1,
+        local_rank=local_rank,
+        local_world_size=local_world,
         distributed=distributed,
         uses_agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
@@ -69,6 +59,25 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         config_file=env.get(CONFIG_FILE),
         traceback=env.get(TRACEBACK, "0") not in ("", "0"),
     )
+
+
+def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank, local world size; each checked, since a wrong one would train alone or hang."""
+    lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if lacking:
+        given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+        raise ConfigError(
+            f"{' and '.join(given)} set but {' and '.join(lacking)} not: start by torchrun, or unset {' and '.join(given)}"
+        )
+    _integer(env, "MASTER_PORT", 0)
+    rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={world}")
+    local_rank = _integer(env, "LOCAL_RANK", 0)
+    local_world = _integer(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    if not 0 <= local_rank < local_world:
+        raise ConfigError(f"LOCAL_RANK={local_rank} is not within LOCAL_WORLD_SIZE={local_world}")
+    return rank, world, local_rank, local_world
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_runner import paths
@@ -75,8 +75,8 @@ def effective(records: Iterable[Record], resume_at: int | None = None) -> tuple[
     lost = 0
 
     def rewind(step: int) -> int:
-        beyond = sum(r["event"] == "step" and r["step"] > step for r in kept)
-        kept[:] = [r for r in kept if not (r["event"] in ("step", "evaluation") and r["step"] > step)]
+        beyond = sum(r.get("event") == "step" and r["step"] > step for r in kept)
+        kept[:] = [r for r in kept if r.get("step", 0) <= step]
         return beyond
 
     for record in records:
@@ -97,36 +97,72 @@ class Tally:
     samples: int = 0
     """Samples used, padding not counted."""
     repeated: int = 0
-    """Samples used twice within an epoch."""
+    """Samples used again within an epoch."""
     skipped: int = 0
-    """Samples of an epoch never used, other than its dropped tail."""
+    """Samples passed over and not used later in their epoch, other than its dropped tail."""
     padded: int = 0
     """Samples used again to fill an epoch's last batch."""
     dropped: int = 0
     """Samples in tails of epochs that fill no batch."""
     gaps: int = 0
-    """Steps missing from, or doubled in, the sequence."""
+    """Steps that do not follow on the one before: one is missing, doubled, or took its samples out of order."""
     _last: Record | None = None
+    _used: list[tuple[int, int]] = field(default_factory=list)
+    """Runs of positions used in this epoch, sorted and apart from each other: a single one when all is well."""
 
     def add(self, record: Record) -> None:
         """Count one record; records other than steps are passed over."""
         if record.get("event") != "step":
             return
+        first, last, epoch = record["first"], record["last"], record["epoch"]
         expected_step, expected_epoch, expected_first = 1, 0, 0
-        if (last := self._last) is not None:
-            expected_step, expected_epoch, expected_first = last["step"] + 1, last["epoch"], last["last"]
-            if record["epoch"] > last["epoch"]:
-                if last.get("length") is not None:
-                    self.skipped += max(0, last["length"] - last["last"] - last["dropped"])
-                expected_epoch, expected_first = last["epoch"] + 1, 0
-        self.gaps += record["step"] != expected_step or record["epoch"] != expected_epoch
-        self.skipped += max(0, record["first"] - expected_first)
-        self.repeated += max(0, min(expected_first, record["last"]) - record["first"])
+        if (before := self._last) is not None:
+            expected_step, expected_epoch, expected_first = before["step"] + 1, before["epoch"], before["last"]
+            if epoch > expected_epoch:
+                self._end_epochs(before, record)
+                expected_epoch, expected_first = expected_epoch + 1, 0
+            elif epoch < expected_epoch:
+                # What was used of an epoch that had ended is no longer known in detail; all of it counts.
+                self._used = [(0, last)]
+        self.gaps += (record["step"], epoch, first) != (expected_step, expected_epoch, expected_first)
+        self._use(first, last)
         self.steps += 1
-        self.samples += record["last"] - record["first"]
+        self.samples += last - first
         self.padded += record["padded"]
         self.dropped += record["dropped"]
         self._last = record
+
+    def _use(self, first: int, last: int) -> None:
+        passed = self._used[-1][1] if self._used else 0
+        again = sum(max(0, min(last, b) - max(first, a)) for a, b in self._used)
+        filled = max(0, min(last, passed) - first) - again
+        self.repeated += again
+        self.skipped += max(0, first - passed) - filled
+        merged: list[tuple[int, int]] = []
+        for a, b in sorted([*self._used, (first, last)]):
+            if merged and a <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(b, merged[-1][1])
+            else:
+                merged.append((a, b))
+        self._used = merged
+
+    def _end_epochs(self, before: Record, record: Record) -> None:
+        length = before.get("length")
+        if length is not None:
+            unread = length - self._used[-1][1] - _dropped_after(before)
+            whole_epochs = record["epoch"] - before["epoch"] - 1
+            dropped_since = record["dropped"] - _dropped_after(record)
+            self.skipped += max(0, unread + whole_epochs * length - dropped_since)
+        self._used = []
+
+
+def _dropped_after(record: Record) -> int:
+    """Of what a step dropped, the tail of its own epoch; the rest was left of the epoch before."""
+    if record.get("length") is None:
+        return 0
+    rest = record["length"] - record["last"]
+    ends = rest < record["last"] - record["first"] + record["padded"] and rest <= record["dropped"]
+    return rest if ends else 0
 
 
 def tally(records: Iterable[Record]) -> Tally:

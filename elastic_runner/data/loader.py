@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from elastic_runner.config import DataConfig
 from elastic_runner.coordination import Place
 from elastic_runner.data.partition import Cursor, GlobalBatch, next_batch, shards_of
-from elastic_runner.data.random import kept, seed_all
+from elastic_runner.data.processes import notices_held, shield
+from elastic_runner.data.random import kept, seed_cpu
 from elastic_runner.data.sampler import ElasticSampler, ShardIndices
 from elastic_runner.data.source import Microbatch, Span, to_device
 from elastic_runner.errors import ConfigError, LoopError, Mismatch
@@ -22,8 +22,9 @@ class ElasticLoader:
     """Loads this rank's logical shards; its only state is the position that optimizer steps have committed.
 
     What loader processes have prefetched is never counted. ``collate_fn`` as in torch's DataLoader. A dataset with
-    ``set_epoch`` is told the epoch in whichever process loads from it. Random augmentations draw from generators
-    seeded by (seed, step, shard). Raises ConfigError when the dataset cannot be used.
+    ``set_epoch`` is told the epoch in whichever process loads from it. Random augmentations, of the dataset and of
+    ``collate_fn``, draw from generators seeded by (seed, step, shard). Raises ConfigError when the dataset cannot be
+    used.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ElasticLoader:
         self._collate_fn = collate_fn
         self._cursor = Cursor()
         self._batch: GlobalBatch | None = None
+        self._step = 0
         self._iterator: Iterator[Any] | None = None
+        self._ready: tuple[Cursor, int] | None = None  # what the iterator yields next, where that is known
         self._mine = shards_of(worker.coordinator.rank, world_size=worker.coordinator.world_size, shards=config.shards)
         self._next(self._cursor)  # impossible sizes fail here, not at the first step
 
@@ -56,10 +59,13 @@ class ElasticLoader:
         return whole + (1 if rest and self._config.last_batch == "pad" else 0)
 
     def begin(self, step: int) -> Span:
-        """Fix the next global batch."""
-        self._batch = self._next(self._cursor)
-        if self._iterator is None:
-            self._iterator = iter(self._open(step))
+        """Fix the next global batch; the same one again when the last was not committed."""
+        self._batch, self._step = self._next(self._cursor), step
+        if self._ready != (self._cursor, step):
+            self._iterator = None  # ends its processes before new ones start
+            with notices_held():
+                self._iterator = iter(self._open(step))
+            self._ready = (self._cursor, step)
         b = self._batch
         return Span(epoch=b.epoch, first=b.first, last=b.last, padded=b.padded, dropped=b.dropped, length=self._length)
 
@@ -68,12 +74,15 @@ class ElasticLoader:
         return len(self._mine)
 
     def microbatches(self) -> Iterator[Microbatch]:
-        """This rank's logical shards of the batch begun."""
-        if self._iterator is None:
-            raise LoopError("begin() comes before microbatches()")
+        """This rank's logical shards of the batch begun, once."""
+        if self._iterator is None or self._batch is None or self._ready != (self._cursor, self._step):
+            raise LoopError("microbatches() comes once after each begin()")
         samples = self._config.global_batch // self._config.shards
+        self._ready = None
         for shard in self._mine:
             batch = to_device(next(self._iterator), self._worker.device)
+            if shard == self._mine[-1]:
+                self._ready = (self._batch.after, self._step + 1)
             yield Microbatch(shard=shard, samples=samples, batch=batch)
 
     def commit(self) -> None:
@@ -98,7 +107,7 @@ class ElasticLoader:
         if differing:
             raise Mismatch(f"the data order would change: {'; '.join(differing)}. Use the same dataset and seed.")
         self._cursor = Cursor(epoch=state["epoch"], position=state["position"])
-        self._batch, self._iterator = None, None
+        self._batch, self._iterator, self._ready = None, None, None
 
     def _next(self, cursor: Cursor) -> GlobalBatch:
         return next_batch(cursor, length=self._length, size=self._config.global_batch, policy=self._config.last_batch)
@@ -115,45 +124,44 @@ class ElasticLoader:
             step=step,
         )
         return DataLoader(
-            _Keyed(self._dataset, self._worker.seed),
+            _Keyed(self._dataset, self._worker.seed, self._collate_fn or default_collate),
             batch_sampler=sampler,
             num_workers=workers,
-            collate_fn=self._collate_fn,
+            collate_fn=_as_it_is,
             prefetch_factor=self._config.prefetch if workers else None,
             pin_memory=self._worker.device.type == "cuda",
-            worker_init_fn=_shield,
+            worker_init_fn=shield,
             # Its own generator: making an iterator must not draw from the training's.
             generator=torch.Generator(),
         )
 
 
 class _Keyed(Dataset[Any]):
-    """Fetches whole shards, under random numbers keyed by step and shard."""
+    """Fetches and collates whole shards, under random numbers keyed by step and shard."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._collate_fn = collate_fn
         self._epoch: int | None = None
 
-    def __getitems__(self, indices: ShardIndices) -> list[Any]:
+    def __getitems__(self, indices: ShardIndices) -> Any:
         if get_worker_info() is None:
             with kept():
                 return self._fetch(indices)
         return self._fetch(indices)
 
-    def _fetch(self, indices: ShardIndices) -> list[Any]:
+    def _fetch(self, indices: ShardIndices) -> Any:
         set_epoch = getattr(self._dataset, "set_epoch", None)
         if set_epoch is not None and indices.epoch != self._epoch:
             set_epoch(indices.epoch)
         self._epoch = indices.epoch
-        seed_all(self._seed, "data", indices.step, indices.shard)
+        seed_cpu(self._seed, "data", indices.step, indices.shard)
         fetch_all = getattr(self._dataset, "__getitems__", None)
         if fetch_all is not None:
-            return list(fetch_all(list(indices)))
-        return [self._dataset[index] for index in indices]
+            return self._collate_fn(list(fetch_all(list(indices))))
+        return self._collate_fn([self._dataset[index] for index in indices])
 
 
-def _shield(_: int) -> None:
-    """Notices to stop are for the training process, which drains its loader processes itself."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+def _as_it_is(batch: Any) -> Any:
+    return batch

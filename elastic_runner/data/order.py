@@ -13,11 +13,12 @@ import numpy as np
 import xxhash
 
 _ROUNDS = 6
+_64_BITS = (1 << 64) - 1
 
 
 def key_of(*parts: int | str) -> int:
     """A 64-bit key from integers and words, the same on every machine."""
-    text = b"\0".join(struct.pack("<q", p) if isinstance(p, int) else p.encode() for p in parts)
+    text = b"\0".join(struct.pack("<Q", p & _64_BITS) if isinstance(p, int) else p.encode() for p in parts)
     return xxhash.xxh3_64_intdigest(text)
 
 

@@ -33,7 +33,8 @@ class GlobalBatch:
     padded: int
     """Samples taken again from the start of the epoch to fill the batch."""
     dropped: int
-    """Samples of the epoch's tail that no batch takes, when this batch is the epoch's last."""
+    """Samples that no batch takes: the epoch's tail when this batch is its last, and, where a larger batch no longer
+    fit into the epoch before, what that one had left."""
     after: Cursor
     """Where the data stand once this batch is committed."""
 
@@ -53,7 +54,8 @@ def next_batch(cursor: Cursor, *, length: int, size: int, policy: LastBatch) -> 
     left = length - cursor.position
     # A cursor from a run with another batch size may stand inside what is now the tail.
     if left <= 0 or (policy == "drop" and left < size):
-        return next_batch(Cursor(epoch=cursor.epoch + 1), length=length, size=size, policy=policy)
+        batch = next_batch(Cursor(epoch=cursor.epoch + 1), length=length, size=size, policy=policy)
+        return replace(batch, dropped=batch.dropped + max(0, left))
     last = min(length, cursor.position + size)
     rest = length - last
     ends = rest == 0 or (policy == "drop" and rest < size)

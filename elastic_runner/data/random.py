@@ -20,6 +20,14 @@ def seed_all(*parts: int | str) -> None:
     torch.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
+def seed_cpu(*parts: int | str) -> None:
+    """``seed_all`` for what ``kept`` puts back: loading data must not touch an accelerator's generators."""
+    key = key_of(*parts)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """Leave the CPU generators as they were found."""

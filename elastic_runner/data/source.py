@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class Span:
     padded: int = 0
     """Samples taken a second time to fill the batch."""
     dropped: int = 0
-    """Samples left out at the end of the epoch."""
+    """Samples left out: at the end of the epoch, when this batch is its last, and at the end of the epoch before, where
+    that turned out only now."""
     length: int | None = None
     """Samples in the epoch, where that is known."""
 
@@ -71,6 +73,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Tensors within dicts, lists and tuples, moved to ``device``; all else as it is."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):  # a named tuple, one of whose tensors has to stay on the CPU
+        return value.to(device=device, non_blocking=True)
     if isinstance(value, Mapping):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

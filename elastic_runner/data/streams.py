@@ -6,19 +6,25 @@ read twice or by two ranks. The epoch ends for all ranks together, when the firs
 
 from __future__ import annotations
 
+import logging
+import pickle
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch.utils.data import default_collate
 
 from elastic_runner.config import DataConfig
 from elastic_runner.coordination import Place
 from elastic_runner.data.partition import shards_of
-from elastic_runner.data.random import kept, seed_all
+from elastic_runner.data.random import kept, seed_cpu
 from elastic_runner.data.source import Microbatch, Span, to_device
-from elastic_runner.errors import ConfigError, Mismatch
+from elastic_runner.errors import ConfigError, LoopError, Mismatch
+
+log = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -41,8 +47,9 @@ class ShardedStreams:
     """The data source over ``make_stream(shard, shards, epoch)``.
 
     Each stream yields the samples of its shard of the data; ``shards`` is ``data.shards`` whatever the world size.
-    The last samples of an epoch that fill no microbatch on every shard are left out, and counted nowhere else than
-    by the streams. Loading is done in the training process. Raises ConfigError when streams are empty.
+    The epoch's last samples, too few for a microbatch on every shard, are left out and counted as dropped by the first
+    batch of the next epoch; what a longer stream has beyond them is not read, and not counted. Loading is done in the
+    training process, and random numbers are keyed by (seed, step, shard). Raises ConfigError when streams are empty.
     """
 
     def __init__(
@@ -64,24 +71,30 @@ class ShardedStreams:
         self._open: dict[int, tuple[Stream, Iterator[Any]]] = {}
         self._pulled: dict[int, list[Any]] = {}
         self._step = 0
+        self._begun: Span | None = None
+        self._aligned = True  # open streams stand where the committed states say
+        self._compared = False
 
     def begin(self, step: int) -> Span:
         """Pull one microbatch per shard; all ranks agree whether everybody has one. Collective."""
+        if not self._aligned:  # what was pulled last was not committed: the streams have gone too far
+            self._open = {}
+        self._aligned = False
         self._step = step
-        self._pull()
-        if not self._everybody_full():
-            if self._position == 0:
-                raise ConfigError(
-                    f"a stream yields fewer than {self._per_shard} samples in epoch {self._epoch}: "
-                    "lower data.global_batch"
-                )
-            self._epoch, self._position = self._epoch + 1, 0
-            self._committed, self._open = {}, {}
-            self._pull()
-            if not self._everybody_full():
-                raise ConfigError(f"a stream of epoch {self._epoch} fills no microbatch of {self._per_shard} samples")
-        size = self._config.global_batch
-        return Span(epoch=self._epoch, first=self._position, last=self._position + size)
+        epoch, position, dropped = self._epoch, self._position, 0
+        full, pulled = self._pull(epoch, self._committed)
+        if not full and position:
+            epoch, position, dropped = epoch + 1, 0, pulled
+            self._open = {}
+            full, _ = self._pull(epoch, {})
+        if not full:
+            raise ConfigError(
+                f"a stream yields fewer than {self._per_shard} samples in epoch {epoch}: lower data.global_batch"
+            )
+        self._compare()
+        last = position + self._config.global_batch
+        self._begun = Span(epoch=epoch, first=position, last=last, dropped=dropped)
+        return self._begun
 
     def count(self) -> int:
         """Microbatches of this rank in every global batch."""
@@ -89,14 +102,23 @@ class ShardedStreams:
 
     def microbatches(self) -> Iterator[Microbatch]:
         """This rank's logical shards of the batch begun."""
+        if self._begun is None:
+            raise LoopError("begin() comes before microbatches()")
         for shard in self._mine:
-            batch = to_device(self._collate_fn(self._pulled[shard]), self._worker.device)
+            with kept():
+                seed_cpu(self._worker.seed, "collate", self._step, shard)
+                collated = self._collate_fn(self._pulled[shard])
+            batch = to_device(collated, self._worker.device)
             yield Microbatch(shard=shard, samples=self._per_shard, batch=batch)
 
     def commit(self) -> None:
         """Remember where each stream stands after the batch begun."""
-        self._position += self._config.global_batch
-        self._committed = {shard: dict(stream.state_dict()) for shard, (stream, _) in self._open.items()}
+        if self._begun is None:
+            raise LoopError("begin() comes before commit()")
+        self._epoch, self._position, self._begun = self._begun.epoch, self._begun.last, None
+        self._aligned = True
+        # Copies: a stream may go on changing what its state_dict handed out.
+        self._committed = {shard: deepcopy(stream.state_dict()) for shard, (stream, _) in self._open.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """States of all shards, gathered from the ranks that run them. Collective."""
@@ -117,25 +139,54 @@ class ShardedStreams:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._committed = {
-            shard: dict(state["streams"][shard]) for shard in self._mine if state["streams"][shard] is not None
+            shard: state["streams"][shard] for shard in self._mine if state["streams"][shard] is not None
         }
-        self._open, self._pulled = {}, {}
+        self._open, self._pulled, self._begun = {}, {}, None
 
     @property
     def _per_shard(self) -> int:
         return self._config.global_batch // self._config.shards
 
-    def _pull(self) -> None:
+    def _pull(self, epoch: int, states: Mapping[int, dict[str, Any]]) -> tuple[bool, int]:
+        """Pull a microbatch per shard; whether there was one on every shard of the job, and how many samples in all."""
         for shard in self._mine:
-            if shard not in self._open:
-                stream = self._make_stream(shard, self._config.shards, self._epoch)
-                if shard in self._committed:
-                    stream.load_state_dict(self._committed[shard])
-                self._open[shard] = (stream, iter(stream))
             with kept():
-                seed_all(self._worker.seed, "data", self._step, shard)
+                if shard not in self._open:
+                    seed_cpu(self._worker.seed, "stream", epoch, shard)
+                    stream = self._make_stream(shard, self._config.shards, epoch)
+                    if shard in states:
+                        stream.load_state_dict(deepcopy(states[shard]))
+                    self._open[shard] = (stream, iter(stream))
+                seed_cpu(self._worker.seed, "data", self._step, shard)
                 self._pulled[shard] = list(islice(self._open[shard][1], self._per_shard))
+        counts = [len(samples) for samples in self._pulled.values()]
+        mine = torch.tensor([sum(count < self._per_shard for count in counts), sum(counts)])
+        short, pulled = self._worker.coordinator.sum("data left", mine).tolist()
+        return not short, pulled
 
-    def _everybody_full(self) -> bool:
-        short = sum(len(samples) < self._per_shard for samples in self._pulled.values())
-        return not self._worker.coordinator.sum("data left", torch.tensor([short])).item()
+    def _compare(self) -> None:
+        """Warn, once, when streams begin alike: then most likely nobody has split the data."""
+        if self._compared:
+            return
+        self._compared = True
+        mine = {shard: _digest(samples) for shard, samples in self._pulled.items()}
+        gathered = self._worker.coordinator.gather("first samples", mine)
+        shards_by_digest: dict[str, list[int]] = {}
+        for part in gathered:
+            for shard, digest in part.items():
+                if digest is not None:
+                    shards_by_digest.setdefault(digest, []).append(shard)
+        alike = [shards for shards in shards_by_digest.values() if len(shards) > 1]
+        if alike and self._worker.coordinator.is_main:
+            log.warning(
+                "streams of shards %s begin with the same samples: every one of these is then trained more than once. "
+                "make_stream(shard, shards, epoch) has to split the data by shard.",
+                ", ".join(map(str, alike[0])),
+            )
+
+
+def _digest(samples: list[Any]) -> str | None:
+    try:
+        return xxhash.xxh3_128_hexdigest(pickle.dumps(samples))
+    except Exception:  # samples of a kind that cannot be pickled are not compared
+        return None

@@ -36,6 +36,7 @@ def launch(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
     with _agent_directory() as directory:
         try:
             torchrun.run(options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import errno
 import os
 import shutil
 import uuid
@@ -10,8 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from elastic_runner.errors import AccessDenied, NotFound
+from elastic_runner.errors import AccessDenied, NotFound
 from elastic_runner.storage.faults import mapped
 from elastic_runner.storage.protocol import DigestWriter
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class LocalStorage:
@@ -23,12 +31,14 @@ class LocalStorage:
 
     def read(self, path: str) -> bytes:
         """The whole file."""
-        with mapped(f"read {self._at(path)}"):
-            return self._at(path).read_bytes()
+        target = self._file(path)
+        with mapped(f"read {target}"):
+            return target.read_bytes()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """A part of the file."""
-        with mapped(f"read {self._at(path)}"), self._at(path).open("rb") as file:
+        target = self._file(path)
+        with mapped(f"read {target}"), target.open("rb") as file:
             file.seek(offset)
             return file.read(length)
 
@@ -45,19 +55,29 @@ class LocalStorage:
         target = self._at(path)
         with mapped(f"create {target}"):
             with self._temporary(target, data) as temporary:
-                os.link(temporary, target)
+                try:
+                    os.link(temporary, target)
+                except OSError as error:
+                    if error.errno not in _NO_LINKS:
+                        raise
+                    _create_exclusively(target, data)
             _sync_directory(target.parent)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[DigestWriter]:
         """Stream to the file itself: it counts only once a manifest names it."""
         target = self._at(path)
-        with mapped(f"write {target}"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb", buffering=0) as file:
-                stream = DigestWriter(cast(BinaryIO, _WriteAll(file.fileno())))
+        what = f"write {target}"
+        with mapped(what):
+            _make_directory(target.parent)
+            file = target.open("wb", buffering=0)
+        with file:
+            stream = DigestWriter(cast(BinaryIO, _WriteAll(file.fileno())), what)
+            with stream.honest():
                 yield stream
+            with mapped(what):
                 os.fsync(file.fileno())
+        with mapped(what):
             _sync_directory(target.parent)
 
     @contextmanager
@@ -70,10 +90,11 @@ class LocalStorage:
         """One write call, so that a kill tears at most the last line."""
         target = self._at(path)
         with mapped(f"append to {target}"):
-            target.parent.mkdir(parents=True, exist_ok=True)
+            _make_directory(target.parent)
             handle = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                os.write(handle, data)
+                # A short write is how a disk says that it is filling up; the next call raises.
+                _WriteAll(handle).write(memoryview(data))
             finally:
                 os.close(handle)
         return True
@@ -83,29 +104,39 @@ class LocalStorage:
         with mapped(f"list {self._at(path)}"):
             try:
                 return sorted(p.name for p in self._at(path).iterdir() if not p.name.startswith(".tmp-"))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        with mapped(f"stat {self._at(path)}"):
-            return self._at(path).stat().st_size
+        target = self._file(path)
+        with mapped(f"stat {target}"):
+            return target.stat().st_size
 
     def delete(self, path: str) -> None:
         """Delete a file or tree."""
         target = self._at(path)
-        with mapped(f"delete {target}"), suppress(FileNotFoundError):
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            else:
-                target.unlink()
+        with mapped(f"delete {target}"):
+            # Another pruner may be at the same tree: start over until it is gone.
+            while os.path.lexists(target):
+                with suppress(FileNotFoundError):
+                    if target.is_dir() and not target.is_symlink():
+                        shutil.rmtree(target)
+                    else:
+                        target.unlink()
 
     def _at(self, path: str) -> Path:
         return self.root / path if path else self.root
 
+    def _file(self, path: str) -> Path:
+        target = self._at(path)
+        if target.is_dir():
+            raise NotFound(f"{target} is a directory")
+        return target
+
     @contextmanager
     def _temporary(self, target: Path, data: bytes) -> Iterator[Path]:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(target.parent)
         temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
         try:
             with temporary.open("wb") as file:
@@ -129,6 +160,46 @@ class _WriteAll:
         while view:
             view = view[os.write(self._handle, view) :]
         return total
+
+
+def _make_directory(directory: Path) -> None:
+    """Make it and its parents, each on record in the one above. Raises AccessDenied where a file is in the way."""
+    if directory.is_dir():
+        return
+    try:
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync_directory(directory.parent)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise AccessDenied(f"cannot make directory {directory}: a file is in its place") from error
+
+
+def _create_exclusively(target: Path, data: bytes) -> None:
+    """For file systems without hard links (FUSE mounts of buckets): a reader may see a part of the file."""
+    with target.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _make_directory(directory: Path) -> None:
+    """Make it and its parents, each on record in the one above. Raises AccessDenied where a file is in the way."""
+    if directory.is_dir():
+        return
+    try:
+        _make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync_directory(directory.parent)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise AccessDenied(f"cannot make directory {directory}: a file is in its place") from error
+
+
+def _create_exclusively(target: Path, data: bytes) -> None:
+    """For file systems without hard links (FUSE mounts of buckets): a reader may see a part of the file."""
+    with target.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync_directory(directory: Path) -> None:

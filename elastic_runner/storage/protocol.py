@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import xxhash
+
+from elastic_runner.errors import StorageError
+from elastic_runner.storage.faults import mapped
+
+from elastic_runner.errors import StorageError
+from elastic_runner.storage.faults import mapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +49,17 @@ class Storage(Protocol):
         ...
 
     def create(self, path: str, data: bytes) -> None:
-        """Create the whole file. Raises AlreadyExists when it is there."""
+        """Create the whole file; ``data`` must be this writer's own (hold a number, a time), so that it knows it again.
+
+        Raises AlreadyExists when the file is there.
+        """
         ...
 
     def writer(self, path: str) -> AbstractContextManager[DigestWriter]:
-        """Stream a new file. Leaving by an exception leaves no file that looks whole on an object store."""
+        """Stream a new file. Leaving by an exception leaves no file that looks whole on an object store.
+
+        What the block raises of its own passes unchanged.
+        """
         ...
 
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
@@ -72,10 +84,12 @@ class Storage(Protocol):
 
 
 class DigestWriter(RawIOBase):
-    """A binary stream that counts and digests what passes to ``sink``."""
+    """A binary stream that counts and digests what passes to ``sink``; ``what`` names it in errors."""
 
-    def __init__(self, sink: BinaryIO) -> None:
+    def __init__(self, sink: BinaryIO, what: str) -> None:
         self._sink = sink
+        self._what = what
+        self._failure: StorageError | None = None
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
@@ -84,9 +98,14 @@ class DigestWriter(RawIOBase):
         return True
 
     def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        """Write all of ``data``."""
+        """Write all of ``data``. Raises StorageError."""
         view = memoryview(data).cast("B")
-        self._sink.write(view)
+        try:
+            with mapped(self._what):
+                self._sink.write(view)
+        except StorageError as error:
+            self._failure = error
+            raise
         self._hash.update(view)
         self._size += len(view)
         return len(view)
@@ -94,6 +113,32 @@ class DigestWriter(RawIOBase):
     def tell(self) -> int:
         """Bytes written so far."""
         return self._size
+
+    @contextmanager
+    def honest(self) -> Iterator[None]:
+        """Raise what went wrong in ``write`` in place of what came of it: torch.save closes its archive, fails again
+        at that and hides the first error."""
+        try:
+            yield
+        except Exception as error:
+            if self._failure is None or error is self._failure:
+                raise
+            raise self._failure from error
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def honest(self) -> Iterator[None]:
+        """Raise what went wrong in ``write`` in place of what came of it: torch.save closes its archive, fails again
+        at that and hides the first error."""
+        try:
+            yield
+        except Exception as error:
+            if self._failure is None or error is self._failure:
+                raise
+            raise self._failure from error
+        if self._failure is not None:
+            raise self._failure
 
     def written(self, path: str) -> Written:
         """The record of what passed."""

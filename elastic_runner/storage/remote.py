@@ -10,54 +10,60 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_runner.config import nested_options
 from elastic_runner.errors import AlreadyExists, ConfigError, NotFound
-from elastic_runner.storage.faults import mapped, retried
+from elastic_runner.storage.faults import hide, mapped, retried
 from elastic_runner.storage.local import LocalStorage
 from elastic_runner.storage.protocol import DigestWriter, Storage
 
 T = TypeVar("T")
 
-_CREDENTIALS = re.compile(r"//[^/@]*@")
+_PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
+_SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNORECASE)
+# fsspec's memory filesystem looks and then stores; threads of one process race for it.
+_MEMORY_LOCK = threading.Lock()
 
 
 def open_storage(url: str, options: dict[str, str] | None = None, seconds: float = 300) -> Storage:
     """The storage at ``url``; ``options`` as in the configuration; ``seconds`` is the deadline of one operation.
 
-    Raises ConfigError for a scheme that fsspec does not know or whose package is not installed.
+    Raises ConfigError for a scheme that fsspec does not know or whose package is not installed, and for a password in
+    the URL, which is shown in logs and kept in files.
     """
+    if _PASSWORD.search(url):
+        raise ConfigError(f"storage URL {hide(url)!r} holds a password: give it as an option (storage_options) instead")
     arguments = nested_options(options or {})
     if url.partition("://")[0] in ("s3", "s3a"):
         arguments.setdefault("use_listings_cache", False)
     try:
         filesystem, root = fsspec.core.url_to_fs(url, **arguments)
     except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"cannot open storage {_safe(url)!r}: {error}") from error
+        raise ConfigError(f"cannot open storage {hide(url)!r}: {error}") from error
     if isinstance(filesystem, LocalFileSystem):
         return LocalStorage(root)
-    return FsspecStorage(filesystem, root, url=_safe(url), seconds=seconds)
-
-
-def _safe(url: str) -> str:
-    return _CREDENTIALS.sub("//***@", url)
+    secrets = [value for name, value in (options or {}).items() if _SECRET.search(name) and len(value) > 3]
+    return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets)
 
 
 class FsspecStorage:
     """Objects below ``root`` of an fsspec filesystem."""
 
-    def __init__(self, filesystem: Any, root: str, *, url: str, seconds: float) -> None:
+    def __init__(self, filesystem: Any, root: str, *, url: str, seconds: float, secrets: Sequence[str] = ()) -> None:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._seconds = seconds
-        self.url = url.rstrip("/")
+        self._secrets = tuple(secrets)
+        self.url = url if url.endswith("://") else url.rstrip("/")
 
     def read(self, path: str) -> bytes:
         """The whole object."""
@@ -75,10 +81,8 @@ class FsspecStorage:
 
     def create(self, path: str, data: bytes) -> None:
         """Exclusive create where the store has it; read back in any case, since some stores only pretend."""
-        at = self._at(path)
-        with mapped(f"create {self.url}/{path}"):
-            if self._fs.exists(at):
-                raise AlreadyExists(f"{self.url}/{path} exists")
+        if self._retried("look for", path, self._is_there):
+            raise AlreadyExists(f"{self._name(path)} exists")
         try:
             self._retried("create", path, lambda at: self._create(at, data))
         except AlreadyExists:
@@ -86,25 +90,29 @@ class FsspecStorage:
             if self.read(path) != data:
                 raise
         if self.read(path) != data:
-            raise AlreadyExists(f"{self.url}/{path} was created by another writer at the same time")
+            raise AlreadyExists(f"{self._name(path)} was created by another writer at the same time")
+
+    def _is_there(self, at: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(at))
 
     def _create(self, at: str, data: bytes) -> None:
-        try:
-            self._fs.pipe_file(at, data, mode="create")
-        except TypeError:  # a filesystem without conditional writes
-            self._fs.pipe_file(at, data)
-        except OSError as error:
-            if isinstance(error, FileExistsError) or "condition" in str(error).lower():
-                raise AlreadyExists(f"{at}: {error}") from error
-            raise
+        with _MEMORY_LOCK if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
+            try:
+                self._fs.pipe_file(at, data, mode="create")
+            except TypeError:  # a filesystem without conditional writes
+                self._fs.pipe_file(at, data)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[DigestWriter]:
         """Spool to a local temporary file, then put it whole; an exception puts nothing."""
-        with tempfile.NamedTemporaryFile(prefix="elastic-runner-") as spool:
-            stream = DigestWriter(cast(BinaryIO, spool))
-            yield stream
-            spool.flush()
+        what = f"write {self._name(path)} (temporary file in {tempfile.gettempdir()})"
+        with contextlib.ExitStack() as stack:
+            with mapped(what):
+                spool = stack.enter_context(tempfile.NamedTemporaryFile(prefix="elastic-runner-", buffering=0))
+            stream = DigestWriter(cast(BinaryIO, spool), what)
+            with stream.honest():
+                yield stream
             self._retried("write", path, lambda at: self._fs.put_file(spool.name, at))
 
     @contextmanager
@@ -144,7 +152,7 @@ class FsspecStorage:
             self._fs.invalidate_cache()
             info = self._fs.info(at)
             if info.get("type") == "directory":
-                raise NotFound(f"{self.url}/{path} is a directory")
+                raise NotFound(f"{self._name(path)} is a directory")
             return int(info["size"])
 
         return self._retried("stat", path, size)
@@ -162,6 +170,9 @@ class FsspecStorage:
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
+    def _name(self, path: str) -> str:
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{path}"
+
     def _retried(self, verb: str, path: str, action: Callable[[str], T]) -> T:
         at = self._at(path)
-        return retried(lambda: action(at), f"{verb} {self.url}/{path}", self._seconds)
+        return retried(lambda: action(at), f"{verb} {self._name(path)}", self._seconds, self._secrets)

@@ -14,11 +14,14 @@ from elastic_runner.errors import StateError
 from elastic_runner.train.scaler import LossScaler
 
 
+_TAKEN = ("trainer", "scaler")
+
+
 class TrainState:
     """Model, optimizer and data, an optional schedule, and any further Stateful by keyword (EMA, metrics, ...).
 
     ``step`` counts finished optimizer steps. Random numbers need no state: they are keyed by seed, step and shard.
-    Raises StateError for a keyword without ``state_dict``/``load_state_dict``.
+    Raises StateError for a keyword that is taken, or without ``state_dict``/``load_state_dict``.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class TrainState:
         self.scaler = LossScaler()
         self.step = 0
         for name, other in others.items():
+            if name in _TAKEN:
+                raise StateError(f"the name {name!r} is taken by a part of every TrainState; use another keyword")
             if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
                 raise StateError(f"{name} has no state_dict/load_state_dict and cannot be part of a checkpoint")
         self._others = others

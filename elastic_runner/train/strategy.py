@@ -23,7 +23,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from elastic_runner.config import DataConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
 from elastic_runner.errors import ConfigError, ModelError
 from elastic_runner.train.reduction import sum_gradients
-from elastic_runner.train.wrapping import modules_of_class, modules_of_size, recompute_activations
+from elastic_runner.train.wrapping import (
+    modules_of_class,
+    modules_of_size,
+    recompute_activations,
+    without_shared_parameters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +125,7 @@ def _fsdp(model: nn.Module, options: FsdpConfig, mesh: DeviceMesh, precision: st
         units = modules_of_class(model, options.wrap_classes, "strategy.fsdp.wrap_classes")
     else:
         units = modules_of_size(model, options.wrap_min_params)
+    units = without_shared_parameters(model, units)
     compute = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     arguments: dict[str, Any] = {
         "mesh": mesh,

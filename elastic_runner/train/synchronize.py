@@ -8,18 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from elastic_runner.checkpoint.names import unwrap
+from elastic_runner.checkpoint.names import unwrap, wrapped_attribute
 
 
 def accumulation(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     """A context for one microbatch, forward and backward both: gradients are exchanged on the last one only."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+    wrapper = exchanging(model)
+    if isinstance(wrapper, DistributedDataParallel) and not last:
+        return wrapper.no_sync()
+    if isinstance(wrapper, FSDPModule):
+        wrapper.set_requires_gradient_sync(last)
     return nullcontext()
+
+
+def exchanging(model: nn.Module) -> nn.Module:
+    """The DDP or FSDP module inside other wrappers, such as torch.compile's; the innermost module if there is none."""
+    while not isinstance(model, (DistributedDataParallel, FSDPModule)):
+        attribute = wrapped_attribute(model)
+        if attribute is None:
+            break
+        model = getattr(model, attribute)
+    return model
 
 
 def make_buffers_equal(model: nn.Module) -> None:
@@ -32,4 +43,7 @@ def make_buffers_equal(model: nn.Module) -> None:
 
 def for_evaluation(model: nn.Module) -> nn.Module:
     """The module to call where ranks may differ in the number of forwards: without DDP's exchange of buffers."""
-    return model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    wrapper = exchanging(model)
+    if isinstance(wrapper, DistributedDataParallel):
+        return wrapper.module
+    return wrapper if isinstance(wrapper, FSDPModule) else unwrap(model)

@@ -16,12 +16,24 @@ from contextlib import contextmanager
 from elastic_runner.errors import ExitCode
 
 
+_PRINTING = 5.0
+"""Seconds for last words: a full pipe that nobody reads must not keep a process from leaving."""
+
+
 def leave(message: str) -> None:
     """Print the message and the stacks of all threads, and end the process at once."""
+    leave_soon(ExitCode.FAILED)
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     os._exit(ExitCode.FAILED)
+
+
+def leave_soon(code: int) -> None:
+    """End the process with ``code`` in a few seconds, even if the caller is held up in printing until then."""
+    timer = threading.Timer(_PRINTING, os._exit, (int(code),))
+    timer.daemon = True
+    timer.start()
 
 
 class PhaseWatch:

@@ -84,8 +84,8 @@ def start_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Start the default group, and gloo groups for steps and for checkpoints, each with its time-out in seconds."""
     rank, world = environment.rank, environment.world_size
-    token = call_roll(dist.PrefixStore("elastic_runner/roll", store), rank, world, setup)
     try:
+        token = call_roll(dist.PrefixStore("elastic_runner/roll", store), rank, world, setup)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"elastic_runner/{token}", store),

@@ -12,6 +12,7 @@ from types import TracebackType
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
+from elastic_runner.worker.deadline import leave_soon
 
 
 def exit_code(error: BaseException) -> int:
@@ -52,9 +53,11 @@ def leave_at_once_on(
         if not failed(error):
             previous(kind, error, trace)
             return
+        code = exit_code(error)
+        leave_soon(code)
         print(message(error), file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(exit_code(error))
+        os._exit(code)
 
     return hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any
@@ -25,14 +26,17 @@ class StopNotice:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1 and SIGINT; only the main thread can."""
+        """Handle SIGTERM, SIGUSR1 and SIGINT. Only the main thread can; elsewhere nothing is installed."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in NOTICES:
             self._previous[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
         """Put back what was there before."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # None: the handler before was not installed by Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,48 @@
+"""Loader processes: deaf to notices to stop, which are for the training process, and gone when that one is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from threading import Thread
+
+_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+_PARENT_CHECK_S = 1.0
+
+
+@contextmanager
+def notices_held() -> Iterator[None]:
+    """Start loader processes inside: a notice that comes meanwhile must not meet one without its shield."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shield(_: int) -> None:
+    """``worker_init_fn``: a notice to the whole process group leaves the batches in flight alone.
+
+    The parent's own SIGTERM still ends the process: torch sends it to one that is stuck and then joins it for ever.
+    So does the parent's death. torch looks for that only between batches, and a process that blocks on a full pipe
+    to its dead parent would stay.
+    """
+    parent = parent_process()
+    for number in _NOTICES[1:]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES[:1])
+    if parent is not None and parent.pid is not None:
+        Thread(target=_leave_with, args=(parent.pid,), name="leave with parent", daemon=True).start()
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        notice = signal.sigtimedwait(_NOTICES[:1], _PARENT_CHECK_S)
+        if notice is not None and notice.si_pid == parent:
+            break
+    os._exit(0)
