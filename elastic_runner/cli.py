@@ -10,11 +10,12 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
 from elastic_runner.environment import TRACEBACK
-from elastic_runner.errors import ElasticRunnerError, ExitCode
+from elastic_runner.errors import ElasticRunnerError, ExitCode, NotFound
 
 HELP = """elastic-runner keeps PyTorch training going.
 
@@ -31,11 +32,29 @@ exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class _Reading:
+    """What every verb that reads a storage takes."""
+
     options: dict[str, str] = field(default_factory=dict)
     """Options of the filesystem, dotted for nested ones: client_kwargs.endpoint_url http://..."""
     json: bool = False
     """Print JSON for machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusArguments(_Reading):
+    """What a run has come to: its summary, with counts made anew from the ledger."""
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory, a path or fsspec URL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointArguments(_Reading):
+    """The checkpoints below a checkpoint URL or a run directory, newest first."""
+
+    url: tyro.conf.Positional[str]
+    """Path or fsspec URL."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,73 +85,50 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _demo(arguments: list[str]) -> int:
-    import tyro
-
     from elastic_runner.chaos.demo import DemoConfig, run_demo
 
     return run_demo(tyro.cli(DemoConfig, prog="elastic-runner demo", args=arguments))
 
 
 def _status(arguments: list[str]) -> int:
-    import tyro
-
     from elastic_runner.data.ledger import effective, read_records, tally
-    from elastic_runner.errors import NotFound
     from elastic_runner.storage import open_storage
     from elastic_runner.train.record import read_summary
 
-    def status(run_dir: tyro.conf.Positional[str], options: tyro.conf.OmitArgPrefixes[_Options] = _Options()) -> int:
-        """What a run has come to: its summary, with counts made anew from the ledger.
-
-        Args:
-            run_dir: the run directory, a path or fsspec URL.
-        """
-        storage = open_storage(run_dir, options.options)
-        summary = read_summary(storage)
-        if summary is None:
-            raise NotFound(f"{storage.url} holds no run: there is no summary.json")
-        records, lost = effective(read_records(storage))
-        counts = {**{k: v for k, v in asdict(tally(records)).items() if not k.startswith("_")}, "lost": lost}
-        if options.json:
-            print(json.dumps({"summary": asdict(summary), "ledger": counts}))
-            return ExitCode.FINISHED
-        table = Table(title=storage.url, title_justify="left", show_header=False, box=None)
-        for name, value in asdict(summary).items():
-            text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if name == "updated" else value
-            table.add_row(name.replace("_", " "), str(text))
-        table.add_row("by the ledger", ", ".join(f"{name} {value}" for name, value in counts.items()))
-        Console().print(table)
+    wanted = tyro.cli(StatusArguments, prog="elastic-runner status", args=arguments)
+    storage = open_storage(wanted.run_dir, wanted.options)
+    summary = read_summary(storage)
+    if summary is None:
+        raise NotFound(f"{storage.url} holds no run: there is no summary.json")
+    records, lost = effective(read_records(storage))
+    counts = {**{k: v for k, v in asdict(tally(records)).items() if not k.startswith("_")}, "lost": lost}
+    if wanted.json:
+        print(json.dumps({"summary": asdict(summary), "ledger": counts}))
         return ExitCode.FINISHED
-
-    return int(tyro.cli(status, prog="elastic-runner status", args=arguments))
+    table = Table(title=storage.url, title_justify="left", show_header=False, box=None)
+    for name, value in asdict(summary).items():
+        text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if name == "updated" else value
+        table.add_row(name.replace("_", " "), str(text))
+    table.add_row("by the ledger", ", ".join(f"{name} {value}" for name, value in counts.items()))
+    Console().print(table)
+    return ExitCode.FINISHED
 
 
 def _checkpoint(arguments: list[str]) -> int:
-    if not arguments or arguments[0] not in ("ls", "verify"):
-        print("usage: elastic-runner checkpoint ls|verify URL [--options.KEY VALUE] [--json]", file=sys.stderr)
-        return ExitCode.FINISHED if arguments[:1] in (["-h"], ["--help"]) else ExitCode.USAGE
-    import tyro
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if verb not in ("ls", "verify"):
+        print("usage: elastic-runner checkpoint ls|verify URL (--help says more)", file=sys.stderr)
+        return ExitCode.FINISHED if verb in ("-h", "--help") else ExitCode.USAGE
+    from elastic_runner.checkpoint.inspect import look
 
-    from elastic_runner.checkpoint.inspect import Row, look
-
-    def checkpoint(url: tyro.conf.Positional[str], options: tyro.conf.OmitArgPrefixes[_Options] = _Options()) -> int:
-        """Checkpoints below a checkpoint URL or a run directory.
-
-        Args:
-            url: path or fsspec URL.
-        """
-        rows = look(url, options.options, digests=arguments[0] == "verify")
-        _print_rows(rows, as_json=options.json)
-        bad = any(row.unusable for row in rows)
-        return ExitCode.FAILED if bad and arguments[0] == "verify" else ExitCode.FINISHED
-
-    def _print_rows(rows: list[Row], *, as_json: bool) -> None:
-        if as_json:
-            print(json.dumps([asdict(row) for row in rows]))
-            return
+    wanted = tyro.cli(CheckpointArguments, prog=f"elastic-runner checkpoint {verb}", args=rest)
+    rows = look(wanted.url, wanted.options, digests=verb == "verify")
+    if wanted.json:
+        print(json.dumps([asdict(row) for row in rows]))
+    else:
         table = Table("step", "attempt", "age", "size", "format", "ranks", "verified", "unusable because", box=None)
         for row in rows:
             table.add_row(*row.cells(time.time()))
         Console().print(table)
-
-    return int(tyro.cli(checkpoint, prog=f"elastic-runner checkpoint {arguments[0]}", args=arguments[1:]))
+    damaged = verb == "verify" and any(row.unusable for row in rows)
+    return ExitCode.FAILED if damaged else ExitCode.FINISHED

@@ -64,9 +64,7 @@ def run_demo(config: DemoConfig) -> int:
     return ExitCode.FINISHED if proven else ExitCode.FAILED
 
 
-def _watch(
-    run: ObservedRun, config: DemoConfig, kill_at: int, console: Console
-) -> tuple[Killed | None, float | None]:
+def _watch(run: ObservedRun, config: DemoConfig, kill_at: int, console: Console) -> tuple[Killed | None, float | None]:
     killed: Killed | None = None
     resumed: float | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -84,7 +82,9 @@ def _watch(
                     resumed = record["time"] if record["attempt"] > 1 else None
                 if killed is None and record["step"] >= kill_at:
                     killed = run.kill(config.workers - 1)
-                    console.print(f"[yellow]Killed worker {killed.rank} (pid {killed.pid}) after step {record['step']}.")
+                    console.print(
+                        f"[yellow]Killed worker {killed.rank} (pid {killed.pid}) after step {record['step']}."
+                    )
     return killed, resumed
 
 

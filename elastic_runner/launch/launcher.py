@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from elastic_runner import paths
 from elastic_runner.environment import AGENT_DIR
-from elastic_runner.errors import ElasticRunnerError, ExitCode
+from elastic_runner.errors import ElasticRunnerError, ExitCode, PeerLost, PhaseTimeout
 from elastic_runner.observability.summary import RunSummary, decode, encode
 from elastic_runner.storage import Storage, open_storage
 
@@ -41,7 +42,7 @@ def launch(arguments: Sequence[str]) -> int:
         try:
             torchrun.run(options)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank, failure = root_cause(error.failures)
             code = failure.exitcode if failure.exitcode in _CODES else ExitCode.FAILED
             reason = f"rank {rank} ended first: {_describe(failure.exitcode)}"
             if code != ExitCode.INTERRUPTED:
@@ -51,6 +52,23 @@ def launch(arguments: Sequence[str]) -> int:
         except SignalException as error:
             return _after_signal(directory, error)
     return ExitCode.FINISHED
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure the others' follow from.
+
+    torch goes by time stamps, but a killed worker leaves none and its peers report the broken connection. So: a
+    death by signal (but the agent's own SIGTERM), else an error that is not about a peer, else the earliest.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
+        failure = item[1]
+        if failure.exitcode < 0:
+            return (3 if failure.exitcode == -signal.SIGTERM else 0), failure.timestamp
+        about_a_peer = any(kind.__name__ in str(failure.message) for kind in (PeerLost, PhaseTimeout))
+        return (2 if about_a_peer else 1), failure.timestamp
+
+    return min(failures.items(), key=order)
 
 
 def _describe(exitcode: int) -> str:
@@ -89,8 +107,8 @@ def _read(directory: Path) -> tuple[Storage, RunSummary] | None:
 
 
 def _mark_failed(directory: Path, reason: str) -> None:
-    """A worker that was killed could not say so itself."""
+    """A worker that was killed could not say so itself, and its peers know only that they lost it."""
     found = _read(directory)
-    if found is not None and found[1].status == "running":
+    if found is not None and found[1].status in ("running", "failed"):
         storage, summary = found
         storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=reason)))

@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Annotated, Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from annotated_types import Gt
 from pydantic.dataclasses import dataclass
 from torch import nn

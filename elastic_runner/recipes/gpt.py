@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import Annotated, Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from annotated_types import Ge, Lt
 from pydantic.dataclasses import dataclass
 from torch import nn
@@ -78,9 +78,7 @@ class GptConfig(er.RunConfig):
     """Directory or fsspec URL of the run, shared by all nodes: summary, ledger, attempts, checkpoints."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(max_steps=300, clip_norm=1.0))
     """The optimisation loop."""
-    strategy: StrategyConfig = field(
-        default_factory=lambda: StrategyConfig(fsdp=FsdpConfig(wrap_classes=("Block",)))
-    )
+    strategy: StrategyConfig = field(default_factory=lambda: StrategyConfig(fsdp=FsdpConfig(wrap_classes=("Block",))))
     """How the model is spread over ranks."""
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every=25))
     """Saving and restoring."""

@@ -1,4 +1,4 @@
-"""Kill any worker at any step and phase, change world and strategy between attempts: nothing that is learned changes."""
+"""Kill any worker at any step, change world and strategy between attempts: nothing that is learned changes."""
 
 from __future__ import annotations
 

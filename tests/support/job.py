@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,7 +20,7 @@ from elastic_runner.config import CheckpointConfig, DataConfig, FsdpConfig, Stra
 from elastic_runner.storage.local import LocalStorage
 
 PHASES = ("forward", "backward", "optimized", "write", "commit", "saved")
-"""Where a rank can be killed: in a microbatch, after its backward, after the step, in both halves of a save, after it."""
+"""Where a rank can be killed: in a microbatch, after its backward, after the step, in a save (twice), after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

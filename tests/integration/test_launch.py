@@ -1,0 +1,117 @@
+"""The three ways to start a run, each with the same recipe, killed from outside and finished."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_runner.chaos.driver import ObservedRun, launch_command
+from elastic_runner.data.ledger import Tally, effective, read_records, tally
+from elastic_runner.observability.summary import RunSummary
+from elastic_runner.storage import LocalStorage
+from elastic_runner.train.record import read_summary
+
+STEPS = 60
+RECIPE = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", str(STEPS), "--checkpoint.every", "10")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3")
+PYTHON = (sys.executable,)
+
+
+def outcome(run_dir: Path) -> tuple[RunSummary, Tally]:
+    storage = LocalStorage(run_dir)
+    summary = read_summary(storage)
+    assert summary is not None
+    return summary, tally(effective(read_records(storage))[0])
+
+
+def run_and_kill(
+    run_dir: Path, command: Sequence[str], *, rank: int, after: int, number: signal.Signals = signal.SIGKILL
+) -> tuple[int, str]:
+    """Start, send a signal to a worker once ``after`` steps are on record, and wait for the launcher's end."""
+    with ObservedRun(run_dir, command) as run:
+        sent = False
+        for record in run.records():
+            if not sent and record["event"] == "step" and record["step"] >= after:
+                run.kill(rank, number)
+                sent = True
+        assert sent, run.log.read_text()
+        return run.process.wait(), run.log.read_text()
+
+
+def assert_complete(run_dir: Path, *, restarts: int) -> None:
+    summary, counts = outcome(run_dir)
+    assert (summary.status, summary.step, summary.restarts) == ("finished", STEPS, restarts)
+    assert (counts.steps, counts.gaps, counts.repeated, counts.skipped) == (STEPS, 0, 0, 0)
+    assert summary.validation["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "start", [lambda: launch_command(2, *RECIPE), lambda: [*TORCHRUN, *RECIPE]], ids=["launch", "torchrun"]
+)
+def test_a_killed_worker_is_restarted_and_the_run_finishes(start: Callable[[], list[str]], tmp_path: Path) -> None:
+    code, log = run_and_kill(tmp_path, start(), rank=1, after=23)
+    assert code == 0, log
+    assert_complete(tmp_path, restarts=1)
+    assert "restored step" in log
+
+
+def test_plain_python_killed_and_started_again(tmp_path: Path) -> None:
+    command = [*PYTHON, *RECIPE]
+    code, log = run_and_kill(tmp_path, command, rank=0, after=23)
+    assert code == -signal.SIGKILL, log
+    again = subprocess.run([*command, "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert_complete(tmp_path, restarts=1)
+
+
+def test_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
+    """Case c09: exit 0, one line, nothing rewritten; a raised target continues."""
+    command = [*PYTHON, "-m", "elastic_runner.recipes.digits", "--run-dir", str(tmp_path), "--training.max-steps"]
+    subprocess.run([*command, "10"], check=True, capture_output=True, timeout=120)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    again = subprocess.run([*command, "10"], check=True, capture_output=True, text=True, timeout=120)
+    assert "is finished: step 10 of 10" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    subprocess.run([*command, "15"], check=True, capture_output=True, timeout=120)
+    summary, counts = outcome(tmp_path)
+    assert (summary.step, counts.steps, counts.gaps, counts.repeated) == (15, 15, 0, 0)
+
+
+def test_restarts_used_up_is_a_failure_that_the_summary_tells(tmp_path: Path) -> None:
+    """Case c06: the exit code and the status file carry the failure, also when the worker could not say it itself."""
+    command = launch_command(2, "--max-restarts=0", *RECIPE)
+    code, log = run_and_kill(tmp_path, command, rank=1, after=5)
+    assert code == 1
+    assert "killed by signal 9" in log
+    summary, _ = outcome(tmp_path)
+    assert summary.status == "failed" and "signal 9" in summary.message
+
+
+def test_terminating_the_launcher_saves_and_asks_for_a_new_start(tmp_path: Path) -> None:
+    command = launch_command(2, *RECIPE)
+    with ObservedRun(tmp_path, command) as run:
+        for record in run.records():
+            if record["event"] == "step" and record["step"] == 13:
+                run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait() == 75, run.log.read_text()
+    summary, _ = outcome(tmp_path)
+    assert summary.status == "interrupted" and 13 <= summary.step < STEPS
+    finish = subprocess.run([*command, "--run-dir", str(tmp_path)], capture_output=True, text=True, timeout=180)
+    assert finish.returncode == 0, finish.stderr
+    assert_complete(tmp_path, restarts=1)
+    assert outcome(tmp_path)[0].lost_steps == 0
+
+
+def test_wrong_flag_is_one_readable_message_and_exit_code_2(tmp_path: Path) -> None:
+    result = subprocess.run(
+        launch_command(2, "--max-restarts=0", *RECIPE, "--training.max-stps", "3"),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("Unrecognized options: --training.max-stps") == 1
+    assert "--training.max-steps" in result.stderr
