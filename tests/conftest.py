@@ -1,0 +1,3 @@
+"""Fixtures that several folders use."""
+
+pytest_plugins = ["tests.support.s3"]
