@@ -5,18 +5,20 @@ Order of precedence: flags, then the file (``--config FILE`` or ``ELASTIC_RUNNER
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass
 
-from elastic_runner.environment import read_environment
-from elastic_runner.errors import ConfigError
+from elastic_runner.environment import TRACEBACK, read_environment
+from elastic_runner.errors import ConfigError, ElasticRunnerError, Interrupted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,7 +29,7 @@ Positive = Annotated[int, Gt(0)]
 NotNegative = Annotated[int, Ge(0)]
 Seconds = Annotated[float, Gt(0)]
 
-STRICT = pydantic.ConfigDict(extra="forbid")
+STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 """Unknown names are errors. A recipe's own sections use it too."""
 
 
@@ -197,7 +199,9 @@ def read_config(cls: type[C], path: str | Path) -> C:
             tree = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     try:
         return pydantic.TypeAdapter(cls).validate_python(_merged(asdict(cls()), tree))
@@ -211,8 +215,9 @@ def _merged(defaults: dict[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
     for name, value in tree.items():
         below = defaults.get(name)
         # A table of free keys, such as storage options, is replaced as a whole.
-        nested = isinstance(value, dict) and isinstance(below, dict) and below
-        result[name] = _merged(below, value) if nested else value
+        if isinstance(value, dict) and isinstance(below, dict) and below:
+            value = _merged(below, value)
+        result[name] = value
     return result
 
 
@@ -224,15 +229,40 @@ def describe(error: pydantic.ValidationError) -> str:
 def load_config(cls: type[C] = RunConfig, args: Sequence[str] | None = None) -> C:  # type: ignore[assignment]
     """The script's configuration: the launcher's file, then ``args`` (default ``sys.argv``).
 
-    Raises ConfigError for a bad file; a bad flag prints a usage error and exits with code 2; ``--help`` exits 0.
+    Raises ConfigError for a bad file or value; an unknown flag prints a usage error and exits with code 2, as does a
+    ConfigError that nobody catches; ``--help`` exits 0.
     """
     import tyro  # only the scripts that parse a command line need it
 
+    exit_by_code()
     arguments = list(sys.argv[1:] if args is None else args)
     environment = read_environment()
     path, arguments = _take_config_flag(arguments, environment.config_file)
     default = cls() if path is None else read_config(cls, path)
     return tyro.cli(cls, default=default, args=arguments, console_outputs=environment.local_rank == 0)
+
+
+def exit_by_code() -> None:
+    """From now on, an uncaught error of ours ends this process with its documented exit code."""
+    if getattr(sys.excepthook, "exits_by_code", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ElasticRunnerError):
+            previous(kind, error, trace)
+            return
+        if read_environment({TRACEBACK: os.environ.get(TRACEBACK, "")}).traceback:
+            previous(kind, error, trace)
+        else:
+            what = "" if isinstance(error, Interrupted) else f"error: {kind.__name__}: "
+            print(f"elastic_runner: {what}{error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+    hook.exits_by_code = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def _take_config_flag(arguments: list[str], path: str | None) -> tuple[str | None, list[str]]:
@@ -258,5 +288,7 @@ def nested_options(options: dict[str, str]) -> dict[str, Any]:
         place = result
         for name in parents:
             place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"storage option {dotted!r}: {name!r} has a value of its own already")
         place[leaf] = value
     return result

@@ -65,10 +65,8 @@ def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Rank, world size, local rank, local world size; each checked, since a wrong one would train alone or hang."""
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if lacking:
-        given = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
-        raise ConfigError(
-            f"{' and '.join(given)} set but {' and '.join(lacking)} not: start by torchrun, or unset {' and '.join(given)}"
-        )
+        given = " and ".join(name for name in ("RANK", "WORLD_SIZE") if env.get(name))
+        raise ConfigError(f"{given} set but {' and '.join(lacking)} not: start by torchrun, or unset {given}")
     _integer(env, "MASTER_PORT", 0)
     rank, world = _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1)
     if not 0 <= rank < world:

@@ -2,6 +2,7 @@
 
 Keys: ``model.<name>``, ``optimizer.state.<parameter>.<field>``, ``state.<name>.<path>`` for tensors;
 ``model.aliases``, ``model.plain``, ``optimizer.param_groups``, ``optimizer.plain``, ``state.<name>`` for plain data.
+A tensor inside plain data lies with the tensors and leaves a reference.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from torch import nn
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
 from elastic_runner.errors import StateError
 
+# Exactly these types: numpy.float64 is a float and an IntEnum is an int, but a weights-only load refuses both.
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_EXTRA_STATE = "_extra_state"
 _TENSOR = "elastic_runner.tensor:"
+# Pickle protocol 2 writes b"" as a call of bytes, which a weights-only load refuses.
+_NO_BYTES = "elastic_runner.no_bytes:"
 
 
 class Stateful(Protocol):
@@ -72,7 +77,7 @@ def _capture_model(model: nn.Module, result: Captured) -> None:
         name = clean_name(model, raw)
         if name in tied:
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not is_extra_state(name):
             result.tensors[f"model.{name}"] = value.detach()
         else:
             plain[name] = pack(value, f"model.{name}", result.tensors)
@@ -82,27 +87,30 @@ def _capture_model(model: nn.Module, result: Captured) -> None:
 
 def _capture_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, result: Captured) -> None:
     names = optimizer_names(model, optimizer)
-    plain: dict[str, Any] = {}
+    plain: dict[str, dict[str, Any]] = {}
     for parameter, fields in optimizer.state.items():
         name = names[parameter]
         for key, value in fields.items():
             if isinstance(value, torch.Tensor):
                 result.tensors[f"optimizer.state.{name}.{key}"] = value.detach()
             else:
-                plain[f"{name}.{key}"] = pack(value, f"optimizer.state.{name}.{key}", result.tensors)
+                plain.setdefault(name, {})[key] = pack(value, f"optimizer.state.{name}.{key}", result.tensors)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         entry: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
         for key, value in group.items():
-            if key == "params":
-                continue
-            if isinstance(value, torch.Tensor):  # a learning rate kept as a tensor; small, so it stays inline
-                entry[key] = value.detach().cpu().clone()
-            else:
-                entry[key] = pack(value, f"optimizer.param_groups.{number}.{key}", result.tensors)
+            if key != "params":  # a learning rate kept as a tensor is small, so it stays inline
+                small: dict[str, torch.Tensor] = {}
+                packed = pack(value, f"optimizer.param_groups.{number}.{key}", small)
+                entry[key] = unpack(packed, {k: t.cpu().clone() for k, t in small.items()})
         groups.append(entry)
     result.plain["optimizer.param_groups"] = groups
     result.plain["optimizer.plain"] = plain
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a model's state dict is what a module's ``get_extra_state`` gave, be it a tensor or not."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
@@ -125,17 +133,21 @@ def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def pack(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """``value`` as plain data; tensors in it go to ``tensors`` and leave a reference. Raises StateError."""
     if isinstance(value, torch.Tensor):
+        while where in tensors:  # {"a.b": x, "a": {"b": y}} says the same place twice
+            where += "'"
         tensors[where] = value.detach()
         return _TENSOR + where
-    if isinstance(value, _LEAVES):
-        return value
+    if type(value) in _LEAVES:
+        if isinstance(value, str) and value.startswith((_TENSOR, _NO_BYTES)):
+            raise StateError(f"{where} is a string that starts like a reference: {value[:30]!r}")
+        return _NO_BYTES if value == b"" else value
     if isinstance(value, Mapping):
         items = {_plain_key(k, where): pack(v, f"{where}.{k}", tensors) for k, v in value.items()}
         return collections.Counter(items) if isinstance(value, collections.Counter) else items
     if isinstance(value, (list, tuple)):
         packed = [pack(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
         return tuple(packed) if isinstance(value, tuple) else packed
-    if isinstance(value, (set, frozenset)):
+    if isinstance(value, (set, frozenset)) and not any(isinstance(item, torch.Tensor) for item in value):
         return {pack(item, where, tensors) for item in value}
     raise StateError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain data "
@@ -147,8 +159,12 @@ def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse of ``pack``."""
     if isinstance(value, str) and value.startswith(_TENSOR):
         return tensors[value.removeprefix(_TENSOR)]
+    if isinstance(value, str):
+        return b"" if value == _NO_BYTES else value
     if isinstance(value, collections.Counter):
         return value
+    if isinstance(value, set):
+        return {unpack(item, tensors) for item in value}
     if isinstance(value, dict):
         return {k: unpack(v, tensors) for k, v in value.items()}
     if isinstance(value, list):
@@ -170,6 +186,9 @@ def references(value: Any) -> list[str]:
 
 
 def _plain_key(key: Any, where: str) -> Any:
-    if not isinstance(key, (str, int, float, bool, tuple, type(None))):
-        raise StateError(f"{where} has a key of type {type(key).__qualname__}; use strings or numbers")
+    if type(key) is tuple:
+        return tuple(_plain_key(item, where) for item in key)
+    if type(key) not in (str, int, float, bool, type(None)):
+        kind = type(key)
+        raise StateError(f"{where} has a key of type {kind.__module__}.{kind.__qualname__}; use strings or numbers")
     return key

@@ -23,6 +23,7 @@ from elastic_runner.coordination import Place
 from elastic_runner.errors import (
     CheckpointError,
     Damaged,
+    Fenced,
     NoUsableCheckpoint,
     SaveFailed,
     StorageError,
@@ -81,6 +82,7 @@ class Checkpointer:
             config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout
         )
         self._saved_step: int | None = None
+        self._unusable: set[str] = set()
 
     def maybe_save(self, step: FinishedStep) -> bool:
         """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saved."""
@@ -96,7 +98,7 @@ class Checkpointer:
             return
         with self._worker.phase("save"), _as_save_failed(step):
             self._worker.prepare_save(self._parts)
-            captured = self._coordinator.agree("save: capture", lambda: capture(self._parts))[self._coordinator.rank]
+            captured = self._capture(f"save: capture step {step}")
             files = self._write(captured, paths.data_directory(step, self._worker.attempt))
             self._coordinator.once("save: commit", lambda: self._commit(step, files))
         self._saved_step = step
@@ -106,9 +108,12 @@ class Checkpointer:
         """Restore the newest usable checkpoint and return its step; 0 when there is none and the run starts fresh.
 
         Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when there are checkpoints
-        but each is damaged.
+        but each is damaged; AccessDenied or StateError when no checkpoint could be saved later.
         """
         with self._worker.phase("load"):
+            # What would make the first save fail shall not wait for it.
+            self._coordinator.agree("restore: probe", self._probe)
+            self._capture("restore: capture")
             listing = self._coordinator.once("restore: list", lambda: list_checkpoints(self._storage))
             rejected = list(listing.rejected)
             for manifest in listing.manifests:
@@ -118,6 +123,7 @@ class Checkpointer:
                     self._say(f"restored step {manifest.step} ({manifest.format}, by {manifest.world_size} ranks)")
                     return manifest.step
                 rejected.append(f"step {manifest.step}: {reason}")
+                self._unusable.add(manifest.path)
                 self._warn(f"checkpoint not used: {rejected[-1]}")
         if rejected:
             raise NoUsableCheckpoint(
@@ -126,6 +132,17 @@ class Checkpointer:
             )
         self._say("no checkpoint yet: starting from step 0")
         return 0
+
+    def _capture(self, label: str) -> Captured:
+        """This rank's state; an error in it is everybody's. Only that it went well travels, not the tensors."""
+        captured: list[Captured] = []
+        self._coordinator.agree(label, lambda: captured.append(capture(self._parts)))
+        return captured[0]
+
+    def _probe(self) -> None:
+        name = f"probe-{self._worker.attempt:06d}-{self._coordinator.rank}"
+        self._storage.put(name, b"can this rank write here?")
+        self._storage.delete(name)
 
     def _write(self, captured: Captured, directory: str) -> list[Written]:
         if self._config.format == "full":
@@ -156,13 +173,13 @@ class Checkpointer:
         self._worker.check_fence()
         self._storage.create(manifest.path, encode(manifest))
         log.info("saved step %d (%.1f MB)", step, manifest.size / 1e6)
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         """Delete what is superseded; trouble here is reported, since the save itself is durable."""
         try:
             manifests = list_checkpoints(self._storage).manifests
-            for step in superseded(manifests, keep=self._config.keep):
+            for step in superseded(manifests, keep=self._config.keep, newest=newest, unusable=self._unusable):
                 for manifest in manifests:
                     if manifest.step == step:
                         self._storage.delete(manifest.path)  # first, so that no half-deleted one counts
@@ -224,6 +241,7 @@ def _as_save_failed(step: int) -> Iterator[None]:
     try:
         yield
     except (StorageError, CheckpointError) as error:
-        if not error.restartable or isinstance(error, SaveFailed):
+        # Fenced, a full disk and the like say more, and a later save would not go better.
+        if not error.restartable or isinstance(error, (SaveFailed, Fenced)):
             raise
         raise SaveFailed(f"step {step} was not saved: {error}") from error

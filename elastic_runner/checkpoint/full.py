@@ -6,7 +6,7 @@ planner like the sharded one, so that resharding and strictness are the same.
 
 from __future__ import annotations
 
-import pickle
+from contextlib import ExitStack
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from elastic_runner.checkpoint.capture import Captured
-from elastic_runner.checkpoint.sharded import place
-from elastic_runner.errors import Damaged, NotData
+from elastic_runner.checkpoint.capture import Captured, references, unpack
+from elastic_runner.checkpoint.sharded import only_data, place
 from elastic_runner.storage import Storage, Written
 
 FILE = "full.pt"
@@ -45,10 +44,17 @@ def gather_full(captured: Captured, *, keep: bool) -> dict[str, torch.Tensor]:
 
 def write_full(storage: Storage, directory: str, captured: Captured, whole: dict[str, torch.Tensor]) -> list[Written]:
     """Write the one file; on global rank 0 only."""
-    model = {key.removeprefix("model."): value for key, value in whole.items() if key.startswith("model.")}
+    inside = {key for value in captured.plain["model.plain"].values() for key in references(value)}
+    model: dict[str, Any] = {
+        key.removeprefix("model."): value
+        for key, value in whole.items()
+        if key.startswith("model.") and key not in inside
+    }
     # The same tensor object under each tied name: stored once, tied again when loaded.
     model.update({alias: model[name] for alias, name in captured.plain["model.aliases"].items()})
-    others = {key: value for key, value in whole.items() if not key.startswith("model.")}
+    # Extra state as the modules gave it, so that this is the whole of a state dict.
+    model.update({name: unpack(value, whole) for name, value in captured.plain["model.plain"].items()})
+    others = {key: value for key, value in whole.items() if not key.startswith("model.") or key in inside}
     path = f"{directory}/{FILE}"
     with storage.writer(path) as stream:
         torch.save({"model": model, "tensors": others, "plain": captured.plain}, cast(BinaryIO, stream))
@@ -61,7 +67,7 @@ class FullReader(StorageReader):
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage = storage
         self._path = f"{directory}/{FILE}"
-        self._copy = storage.local_copy(self._path)
+        self._open = ExitStack()
         self._file: dict[str, Any] | None = None
 
     def plain(self, metadata: Metadata) -> dict[str, Any]:
@@ -70,28 +76,22 @@ class FullReader(StorageReader):
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._file is not None:
-            self._file = None
-            self._copy.__exit__(None, None, None)
+        self._file = None
+        self._open.close()
 
     def _load(self) -> dict[str, Any]:
         """The file, its tensors mapped rather than read."""
         if self._file is None:
-            local = self._copy.__enter__()
-            try:
+            local = self._open.enter_context(self._storage.local_copy(self._path))
+            with only_data(self._path):
                 self._file = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
-            except pickle.UnpicklingError as error:
-                raise NotData(
-                    f"{self._path} holds more than tensors and plain data and was not loaded: {error}"
-                ) from error
-            except (RuntimeError, EOFError, ValueError) as error:
-                raise Damaged(f"{self._path} cannot be read: {error}") from error
         return cast(dict[str, Any], self._file)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         file = self._load()
-        tied = file["plain"]["model.aliases"]
-        return {**{f"model.{n}": t for n, t in file["model"].items() if n not in tied}, **file["tensors"]}
+        elsewhere = {*file["plain"]["model.aliases"], *file["plain"]["model.plain"]}
+        model = {f"model.{name}": value for name, value in file["model"].items() if name not in elsewhere}
+        return {**model, **file["tensors"]}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Part of DCP's protocol."""

@@ -7,7 +7,7 @@ is put in place here, by name and in the type it was saved with.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from elastic_runner.checkpoint.capture import Parts, optimizer_names, pack, references, unpack
-from elastic_runner.checkpoint.matching import Lenience, check_shapes, match_groups, match_model
+from elastic_runner.checkpoint.capture import Parts, is_extra_state, optimizer_names, pack, references, unpack
+from elastic_runner.checkpoint.matching import Lenience, allowed, check_shapes, match_groups, match_model
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import CheckpointError, Mismatch, PeerLost
+from elastic_runner.errors import CheckpointError, ElasticRunnerError, Mismatch, PeerLost
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ class _Loading:
         self._lenience = lenience
         self._copies: list[tuple[torch.Tensor, str]] = []
         self._extra_state: dict[str, Any] = {}
-        self._optimizer: dict[torch.Tensor, dict[str, str]] = {}
+        self._optimizer: dict[torch.Tensor, dict[str, Any]] = {}
+        self._fresh_states: set[str] = set()
         self._known: set[str] = set()
         self._settings: list[dict[str, Any] | None] = []
         self._consumed: set[str] = set()
@@ -111,30 +112,38 @@ class _Loading:
                 target.copy_(self.targets[key])
         self._apply_optimizer()
         for name, part in self._parts.others().items():
-            part.load_state_dict(unpack(self._plain[f"state.{name}"], self.targets))
+            if name not in self._fresh_states:
+                part.load_state_dict(unpack(self._plain[f"state.{name}"], self.targets))
         if self._extra_state:
-            self._parts.model.load_state_dict(self._extra_state, strict=False)
+            self._parts.model.load_state_dict(unpack(self._extra_state, self.targets), strict=False)
 
     def _prepare_model(self) -> None:
         model = self._parts.model
         tied_names = {names[0]: names for _, names in parameter_groups(model)}
         tied = aliases(parameter_groups(model))
+        absent: list[str] = []
+        extra_state: dict[str, Any] = self._plain["model.plain"]
         wanted: dict[str, torch.Tensor] = {}
         for raw, value in model.state_dict(keep_vars=True).items():
             name = clean_name(model, raw)
-            if name in tied:
-                continue
-            if isinstance(value, torch.Tensor):
-                wanted[name] = value.detach()
-            elif name in self._plain["model.plain"]:
-                references_here = references(self._plain["model.plain"][name])
-                self._take(references_here)
-                self._extra_state[raw] = self._plain["model.plain"][name]
+            if isinstance(value, torch.Tensor) and not is_extra_state(name):
+                if name not in tied:
+                    wanted[name] = value.detach()
+            elif name in extra_state:
+                self._take(references(extra_state[name]))
+                self._extra_state[raw] = extra_state[name]
+            else:
+                absent.append(name)
         prefix = "model."
-        in_plain = {key for value in self._plain["model.plain"].values() for key in references(value)}
+        in_plain = {key for value in extra_state.values() for key in references(value)}
         saved = [k.removeprefix(prefix) for k in self._saved if k.startswith(prefix) and k not in in_plain]
         names = {name: tied_names.get(name, [name]) for name in wanted}
-        matched = match_model(names, saved, self._plain["model.aliases"], self._lenience)
+        # Extra state has no shape to compare, but its names must match like any other.
+        names.update({name: [name] for name in absent})
+        left = {clean_name(model, raw) for raw in self._extra_state}
+        matched = match_model(
+            names, [*saved, *(n for n in extra_state if n not in left)], self._plain["model.aliases"], self._lenience
+        )
         check_shapes(
             {name: (value.shape, value.dtype) for name, value in wanted.items()},
             lambda name: (self._saved[prefix + name].size, self._saved[prefix + name].properties.dtype),
@@ -142,7 +151,8 @@ class _Loading:
         )
         for name, source in matched.source.items():
             self._target(prefix + source, wanted[name])
-        self._consumed.update(prefix + name for name in matched.ignored)
+        for name in matched.ignored:
+            self._consumed.update(references(extra_state[name]) if name in extra_state else [prefix + name])
         if matched.fresh or matched.ignored:
             log.warning(
                 "partial restore: %d tensors loaded, %d keep fresh values (%s), %d left unread (%s)",
@@ -160,7 +170,7 @@ class _Loading:
         self.targets.setdefault(key, tensor)
         self._consumed.add(key)
 
-    def _take(self, keys: list[str]) -> None:
+    def _take(self, keys: Sequence[str]) -> None:
         for key in keys:
             saved = self._saved[key]
             self._target(key, torch.empty(saved.size, dtype=saved.properties.dtype))
@@ -185,16 +195,21 @@ class _Loading:
         order = [[origins[p] for p in group["params"]] for group in optimizer.param_groups]
         self._settings = match_groups(groups, order)
         for parameter, name in origins.items():
-            self._optimizer[parameter] = {}
+            group = self._group_of(parameter)
+            self._optimizer[parameter] = dict(self._plain["optimizer.plain"].get(name, {}))
             for field, key in found.get(name, {}).items():
-                self._target(key, self._like(parameter, key, field, self._group_of(parameter)))
-                self._optimizer[parameter][field] = key
+                # Its own tensor, also where two parameters were one when they were saved.
+                self._optimizer[parameter][field] = self._like(parameter, key, field, group)
+                self._target(key, self._optimizer[parameter][field])
+            for key in references(self._plain["optimizer.plain"].get(name, {})):
+                self._target(key, self._like(parameter, key, "", group))
         self._report_optimizer(set(origins.values()), found)
 
     def _fields_by_parameter(self) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
+        nested = set(references(self._plain["optimizer.plain"]))
         for key in self._saved:
-            if key.startswith(OPTIMIZER_STATE):
+            if key.startswith(OPTIMIZER_STATE) and key not in nested:
                 name, _, field = key.removeprefix(OPTIMIZER_STATE).rpartition(".")
                 found.setdefault(name, {})[field] = key
         return found
@@ -204,15 +219,16 @@ class _Loading:
         if fresh:
             log.warning("optimizer state starts fresh for parameters not trained before: %s", ", ".join(fresh))
         in_model = {name for _, names in parameter_groups(self._parts.model) for name in names}
-        gone = sorted(set(found) - present)
-        unknown = [name for name in gone if name not in in_model and not any(
-            key in self._consumed for key in found[name].values()
-        )]  # fmt: skip
+        nested: Mapping[str, Any] = self._plain["optimizer.plain"]
+        keys = {n: [*found.get(n, {}).values(), *references(nested.get(n))] for n in {*found, *nested} - present}
+        gone = sorted(keys)
+        in_model.update(name for name, other in self._plain["model.aliases"].items() if other in in_model)
+        unknown = [name for name in gone if name not in in_model]
         ignorable = Lenience(allow_extra=self._lenience.allow_extra)
         if unknown:
             match_model({}, unknown, {}, ignorable)  # raises, naming them, unless they are allowed
         for name in gone:
-            self._consumed.update(found[name].values())
+            self._consumed.update(keys[name])
         if gone:
             log.warning("optimizer state is dropped for parameters not trained any more: %s", ", ".join(gone))
 
@@ -230,12 +246,8 @@ class _Loading:
 
     def _apply_optimizer(self) -> None:
         optimizer = self._parts.optimizer
-        plain: Mapping[str, Any] = self._plain["optimizer.plain"]
-        names = optimizer_names(self._parts.model, optimizer)
         for parameter, fields in self._optimizer.items():
-            state = {field: self.targets[key] for field, key in fields.items()}
-            prefix = f"{names[parameter]}."
-            state.update({k.removeprefix(prefix): v for k, v in plain.items() if k.startswith(prefix)})
+            state = {field: unpack(value, self.targets) for field, value in fields.items()}
             if state:
                 optimizer.state[parameter] = state
             elif parameter in optimizer.state:
@@ -247,8 +259,16 @@ class _Loading:
     def _prepare_others(self) -> None:
         for name, part in self._parts.others().items():
             packed = self._plain.get(f"state.{name}", _ABSENT)
+            if packed is _ABSENT and allowed(f"state.{name}", self._lenience.allow_missing):
+                log.warning("partial restore: state.%s is not in the checkpoint and starts fresh", name)
+                self._fresh_states.add(name)
+                continue
             if packed is _ABSENT:
-                raise Mismatch(f"the checkpoint holds no state named {name!r}", missing=[f"state.{name}"])
+                raise Mismatch(
+                    f"the checkpoint holds no state named {name!r}; to start it fresh, name state.{name} in "
+                    "checkpoint.allow_missing",
+                    missing=[f"state.{name}"],
+                )
             present: dict[str, torch.Tensor] = {}
             pack(part.state_dict(), f"state.{name}", present)
             for key in references(packed):
@@ -258,11 +278,17 @@ class _Loading:
                 else:
                     self._take([key])
         wanted = {f"state.{name}" for name in self._parts.others()}
-        extra = [key for key in self._plain if key.startswith("state.") and key not in wanted]
+        unwanted = [key for key in self._plain if key.startswith("state.") and key not in wanted]
+        extra = [key for key in unwanted if not allowed(key, self._lenience.allow_extra)]
         if extra:
             raise Mismatch(
-                f"the checkpoint holds states that TrainState was not given: {', '.join(extra)}", extra=extra
+                f"the checkpoint holds states that TrainState was not given: {', '.join(extra)}; to leave them unread, "
+                "name them in checkpoint.allow_extra",
+                extra=extra,
             )
+        for key in unwanted:
+            log.warning("partial restore: %s is left unread", key)
+            self._consumed.update(references(self._plain[key]))
 
 
 _ABSENT = object()
@@ -275,7 +301,7 @@ def mapped_dcp(label: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = sorted(error.failures.items())[0]
-        if isinstance(cause, CheckpointError):
+        if isinstance(cause, ElasticRunnerError):
             raise cause from error
         raise CheckpointError(f"'{label}' failed on rank {rank}: {type(cause).__name__}: {cause}") from error
     except RuntimeError as error:

@@ -63,10 +63,13 @@ def decode(data: bytes, where: str) -> Manifest:
         raise Damaged(f"{where} is torn: not a complete manifest") from None
     if digest != _digest(body):
         raise Damaged(f"{where} was changed after it was written")
-    version = body.pop("version")
+    version = body.pop("version", None)
     if version != FORMAT_VERSION:
         raise Damaged(f"{where} has format version {version}, this package reads {FORMAT_VERSION}")
-    return Manifest(**{**body, "files": tuple(Written(**file) for file in body["files"])})
+    try:
+        return Manifest(**{**body, "files": tuple(Written(**file) for file in body["files"])})
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{where} lacks something that a manifest has: {error}") from None
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -54,12 +54,12 @@ def match_model(
         if source is not None:
             result.source[name] = source
             used.add(source)
-        elif _allowed(name, lenience.allow_missing):
+        elif allowed(name, lenience.allow_missing):
             result.fresh.append(name)
         else:
             missing.append(name)
     left = sorted(saved - used)
-    result.ignored = [name for name in left if _allowed(name, lenience.allow_extra)]
+    result.ignored = [name for name in left if allowed(name, lenience.allow_extra)]
     extra = [name for name in left if name not in result.ignored]
     if missing or extra:
         raise _mismatch("model", missing, extra)
@@ -112,7 +112,8 @@ def _same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-def _allowed(name: str, patterns: Sequence[str]) -> bool:
+def allowed(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the glob patterns fits."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

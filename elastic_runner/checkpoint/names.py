@@ -17,7 +17,9 @@ def wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper (DDP, DP, torch.compile, activation checkpointing) keeps its module."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
-    return _WRAPPERS_BY_NAME.get(type(module).__name__)
+    # The module's own type: an OptimizedModule passes for the class of what it wraps.
+    kind = type(module)
+    return _WRAPPERS_BY_NAME.get(kind.__name__) if kind.__module__.startswith("torch.") else None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -35,6 +37,9 @@ def clean_name(model: nn.Module, raw: str) -> str:
     kept: list[str] = []
     place: nn.Module | None = model
     for segment in raw.split("."):
+        # CheckpointWrapper takes its own segment out of the names of its state dict.
+        while place is not None and (attribute := wrapped_attribute(place)) is not None and segment != attribute:
+            place = place._modules.get(attribute)
         if place is None or segment != wrapped_attribute(place):
             kept.append(segment)
         place = place._modules.get(segment) if place is not None else None

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import struct
+import warnings
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
@@ -26,6 +31,13 @@ from elastic_runner.storage import Storage, Written
 from elastic_runner.storage.protocol import DigestWriter
 
 METADATA = ".metadata"
+
+# What torch's weights-only unpickler says of a global, a call or an object that is not data. Operand 149 opens every
+# pickle of protocol 4 and later, which torch.save never writes.
+_NAMES_CODE = re.compile(
+    r"(?=Unsupported (?:global|class)|Trying to (?:load|instantiate|call)|Can only (?:build|create)"
+    r"|Unsupported operand 149)"
+)
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -117,7 +129,7 @@ def _write(data: torch.Tensor | io.BytesIO, kind: WriteItemType, stream: DigestW
 
 
 class ShardedReader(StorageReader):
-    """Reads what ShardedWriter, or stock DCP, has written."""
+    """Reads what ShardedWriter has written."""
 
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage = storage
@@ -189,18 +201,32 @@ def place(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
 
 def load_plain(data: io.BytesIO, where: str) -> Any:
     """``torch.load``, weights-only. Raises NotData where code would run, Damaged where nothing can be read."""
-    try:
+    # torch warns of any other protocol than its own; the refusal that follows says more.
+    with only_data(where), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(data, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def only_data(where: str) -> Iterator[None]:
+    """Map what a weights-only ``torch.load`` raises: NotData where code would run, Damaged where it is all noise."""
+    try:
+        yield
     except pickle.UnpicklingError as error:
-        raise NotData(
-            f"{where} holds more than tensors and plain data and was not loaded: {_first_line(error)}"
-        ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+        # It says which global, class or function it met; bytes that are no pickle at all it cannot name.
+        if _NAMES_CODE.search(str(error)):
+            reason = _NAMES_CODE.split(str(error), maxsplit=1)[-1].strip().split("\n")[0]
+            raise NotData(f"{where} holds more than tensors and plain data and was not loaded: {reason}") from error
+        raise Damaged(f"{where} cannot be read: {_first_line(error)}") from error
+    except _UNREADABLE as error:
         raise Damaged(f"{where} cannot be read: {_first_line(error)}") from error
 
 
+_UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
+
+
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -216,8 +242,8 @@ def read_metadata(storage: Storage, directory: str) -> Metadata:
     """The metadata of a sharded checkpoint. Raises NotData, Damaged."""
     try:
         metadata = _Unpickler(io.BytesIO(storage.read(f"{directory}/{METADATA}"))).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
-        raise Damaged(f"{directory}/{METADATA} cannot be read: {error}") from error
+    except (pickle.UnpicklingError, MemoryError, ImportError, *_UNREADABLE) as error:
+        raise Damaged(f"{directory}/{METADATA} cannot be read: {_first_line(error)}") from error
     if not isinstance(metadata, Metadata):
         raise Damaged(f"{directory}/{METADATA} is not checkpoint metadata")
     return metadata

@@ -115,16 +115,15 @@ class Tally:
         if record.get("event") != "step":
             return
         first, last, epoch = record["first"], record["last"], record["epoch"]
-        expected_step, expected_epoch, expected_first = 1, 0, 0
-        if (before := self._last) is not None:
-            expected_step, expected_epoch, expected_first = before["step"] + 1, before["epoch"], before["last"]
-            if epoch > expected_epoch:
-                self._end_epochs(before, record)
-                expected_epoch, expected_first = expected_epoch + 1, 0
-            elif epoch < expected_epoch:
-                # What was used of an epoch that had ended is no longer known in detail; all of it counts.
-                self._used = [(0, last)]
-        self.gaps += (record["step"], epoch, first) != (expected_step, expected_epoch, expected_first)
+        before = self._last
+        expected = (before["step"] + 1, before["epoch"], before["last"]) if before else (1, 0, 0)
+        if epoch > expected[1]:
+            self._end_epochs(record)
+            expected = expected[0], expected[1] + bool(before), 0
+        elif epoch < expected[1]:
+            # What was used of an epoch that had ended is no longer known in detail; all of it counts.
+            self._used = [(0, last)]
+        self.gaps += (record["step"], epoch, first) != expected
         self._use(first, last)
         self.steps += 1
         self.samples += last - first
@@ -146,13 +145,13 @@ class Tally:
                 merged.append((a, b))
         self._used = merged
 
-    def _end_epochs(self, before: Record, record: Record) -> None:
-        length = before.get("length")
+    def _end_epochs(self, record: Record) -> None:
+        before, length = self._last, record.get("length")
         if length is not None:
-            unread = length - self._used[-1][1] - _dropped_after(before)
-            whole_epochs = record["epoch"] - before["epoch"] - 1
-            dropped_since = record["dropped"] - _dropped_after(record)
-            self.skipped += max(0, unread + whole_epochs * length - dropped_since)
+            used_up = self._used[-1][1] if self._used else 0
+            dropped = (_dropped_after(before) if before else 0) + record["dropped"] - _dropped_after(record)
+            epochs = record["epoch"] - (before["epoch"] if before else 0)
+            self.skipped += max(0, epochs * length - used_up - dropped)
         self._used = []
 
 

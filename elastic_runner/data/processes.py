@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from threading import Thread
+from typing import Any
 
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -31,18 +32,18 @@ def shield(_: int) -> None:
     So does the parent's death. torch looks for that only between batches, and a process that blocks on a full pipe
     to its dead parent would stay.
     """
-    parent = parent_process()
     for number in _NOTICES[1:]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES[1:])
     signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES[:1])
-    if parent is not None and parent.pid is not None:
-        Thread(target=_leave_with, args=(parent.pid,), name="leave with parent", daemon=True).start()
+    Thread(target=_leave_with_parent, args=(parent_process(), os.getppid()), daemon=True).start()
 
 
-def _leave_with(parent: int) -> None:
-    while os.getppid() == parent:
+def _leave_with_parent(parent: Any, starter: int) -> None:
+    # A forked process holds what would tell those forked before it that the parent is dead, so each looks at who
+    # started it as well. That is the parent when forked, and a server where Python's start method is "forkserver".
+    while os.getppid() == starter and parent.is_alive():
         notice = signal.sigtimedwait(_NOTICES[:1], _PARENT_CHECK_S)
-        if notice is not None and notice.si_pid == parent:
+        if notice is not None and notice.si_pid == parent.pid:
             break
     os._exit(0)

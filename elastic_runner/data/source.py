@@ -74,7 +74,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):  # a named tuple, one of whose tensors has to stay on the CPU
-        return value.to(device=device, non_blocking=True)
+        move: Any = value.to  # torch's overloads know no device here
+        return move(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {name: to_device(item, device) for name, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

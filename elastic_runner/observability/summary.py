@@ -37,9 +37,9 @@ class RunSummary:
     samples_dropped: int = 0
     """Samples in epochs' tails that fill no batch (data.last_batch = "drop")."""
     train_loss: float | None = None
-    """Loss of the last step."""
-    validation: dict[str, float] = field(default_factory=dict)
-    """Latest evaluation."""
+    """Loss of the last step; null when it is not finite."""
+    validation: dict[str, float | None] = field(default_factory=dict)
+    """Latest evaluation; null where a value is not finite."""
     validation_step: int | None = None
     """Step of that evaluation."""
     message: str = ""

@@ -128,7 +128,7 @@ def retried(action: Callable[[], T], what: str, seconds: float, secrets: Sequenc
         stop=lambda _: left() <= 0.05,
         wait=lambda state: min(back_off(state), left() / 2),
         retry=tenacity.retry_if_exception(is_transient),
-        before_sleep=lambda state: log.warning("trying again: %s", state.outcome.exception()),
+        before_sleep=lambda state: log.warning("trying again: %s", state.outcome and state.outcome.exception()),
         reraise=True,
     )
     return retrying(lambda: bounded(action, what, max(left(), 0.01), secrets))

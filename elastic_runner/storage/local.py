@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import errno
 import os
 import shutil
 import uuid
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from elastic_runner.errors import AccessDenied, NotFound
-from elastic_runner.errors import AccessDenied, NotFound
 from elastic_runner.storage.faults import mapped
-from elastic_runner.storage.protocol import DigestWriter
+from elastic_runner.storage.protocol import DigestWriter, WriteAll
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -72,7 +70,7 @@ class LocalStorage:
             _make_directory(target.parent)
             file = target.open("wb", buffering=0)
         with file:
-            stream = DigestWriter(cast(BinaryIO, _WriteAll(file.fileno())), what)
+            stream = DigestWriter(cast(BinaryIO, WriteAll(file.fileno())), what)
             with stream.honest():
                 yield stream
             with mapped(what):
@@ -94,7 +92,7 @@ class LocalStorage:
             handle = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 # A short write is how a disk says that it is filling up; the next call raises.
-                _WriteAll(handle).write(memoryview(data))
+                WriteAll(handle).write(memoryview(data))
             finally:
                 os.close(handle)
         return True
@@ -147,39 +145,6 @@ class LocalStorage:
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
-
-
-class _WriteAll:
-    """An unbuffered sink: os.write may take less than it was given."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def write(self, view: memoryview) -> int:
-        total = len(view)
-        while view:
-            view = view[os.write(self._handle, view) :]
-        return total
-
-
-def _make_directory(directory: Path) -> None:
-    """Make it and its parents, each on record in the one above. Raises AccessDenied where a file is in the way."""
-    if directory.is_dir():
-        return
-    try:
-        _make_directory(directory.parent)
-        directory.mkdir(exist_ok=True)
-        _sync_directory(directory.parent)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise AccessDenied(f"cannot make directory {directory}: a file is in its place") from error
-
-
-def _create_exclusively(target: Path, data: bytes) -> None:
-    """For file systems without hard links (FUSE mounts of buckets): a reader may see a part of the file."""
-    with target.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _make_directory(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,6 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import xxhash
-
-from elastic_runner.errors import StorageError
-from elastic_runner.storage.faults import mapped
 
 from elastic_runner.errors import StorageError
 from elastic_runner.storage.faults import mapped
@@ -116,33 +114,41 @@ class DigestWriter(RawIOBase):
 
     @contextmanager
     def honest(self) -> Iterator[None]:
-        """Raise what went wrong in ``write`` in place of what came of it: torch.save closes its archive, fails again
-        at that and hides the first error."""
+        """Raise what went wrong in ``write``, not what came of it: torch.save closes its archive after the error, fails
+        again at that and hides the first one."""
         try:
             yield
         except Exception as error:
-            if self._failure is None or error is self._failure:
+            first = self._failure or _storage_error_behind(error)
+            if first is None or first is error:
                 raise
-            raise self._failure from error
-        if self._failure is not None:
-            raise self._failure
-
-    @contextmanager
-    def honest(self) -> Iterator[None]:
-        """Raise what went wrong in ``write`` in place of what came of it: torch.save closes its archive, fails again
-        at that and hides the first error."""
-        try:
-            yield
-        except Exception as error:
-            if self._failure is None or error is self._failure:
-                raise
-            raise self._failure from error
+            raise first from error
         if self._failure is not None:
             raise self._failure
 
     def written(self, path: str) -> Written:
         """The record of what passed."""
         return Written(path=path, size=self._size, digest=self._hash.hexdigest())
+
+
+def _storage_error_behind(error: BaseException | None) -> StorageError | None:
+    while error is not None and not isinstance(error, StorageError):
+        error = error.__context__
+    return error
+
+
+class WriteAll:
+    """An unbuffered sink: os.write may take less than it was given."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def write(self, view: memoryview) -> int:
+        """Write all of ``view``."""
+        total = len(view)
+        while view:
+            view = view[os.write(self._handle, view) :]
+        return total
 
 
 def digest_of(file: Path, block: int = 4 << 20) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -24,7 +25,7 @@ from elastic_runner.config import nested_options
 from elastic_runner.errors import AlreadyExists, ConfigError, NotFound
 from elastic_runner.storage.faults import hide, mapped, retried
 from elastic_runner.storage.local import LocalStorage
-from elastic_runner.storage.protocol import DigestWriter, Storage
+from elastic_runner.storage.protocol import DigestWriter, Storage, WriteAll
 
 T = TypeVar("T")
 
@@ -71,6 +72,9 @@ class FsspecStorage:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """A part of the object."""
+        if length == 0:  # s3fs would ask for bytes 0 to -1 and get them all
+            self.size(path)
+            return b""
         return self._retried(
             "read", path, lambda at: cast(bytes, self._fs.cat_file(at, start=offset, end=offset + length))
         )
@@ -109,8 +113,8 @@ class FsspecStorage:
         what = f"write {self._name(path)} (temporary file in {tempfile.gettempdir()})"
         with contextlib.ExitStack() as stack:
             with mapped(what):
-                spool = stack.enter_context(tempfile.NamedTemporaryFile(prefix="elastic-runner-", buffering=0))
-            stream = DigestWriter(cast(BinaryIO, spool), what)
+                spool = stack.enter_context(tempfile.NamedTemporaryFile(prefix="elastic-runner-"))
+            stream = DigestWriter(cast(BinaryIO, WriteAll(spool.fileno())), what)
             with stream.honest():
                 yield stream
             self._retried("write", path, lambda at: self._fs.put_file(spool.name, at))
@@ -163,7 +167,12 @@ class FsspecStorage:
         def delete(at: str) -> None:
             self._fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm(at, recursive=True)
+                if not has_magic(at):
+                    self._fs.rm(at, recursive=True)
+                    return
+                # ``rm`` would take it for a pattern, and runs/[1] would delete from runs/1.
+                for each in self._fs.find(at):
+                    self._fs.rm_file(each)
 
         self._retried("delete", path, delete)
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, default_collate
 
 from elastic_runner.coordination import Coordinator
+from elastic_runner.data.random import seed_all
 from elastic_runner.data.source import to_device
 from elastic_runner.errors import ConfigError
 from elastic_runner.train.step import StepPlace, autocast
@@ -35,8 +36,8 @@ def evaluate(
     """Mean over all samples of ``dataset`` of each value that ``metric(model, batch)`` returns, shape [samples].
 
     Runs in eval mode without gradients and leaves the model in the mode it was in. Buffers are made equal on all
-    ranks first. When the ranks agree to stop meanwhile, it ends early and returns {}. Collective. Raises ConfigError
-    for an empty dataset.
+    ranks first. Random numbers are keyed by the batch. When the ranks agree to stop meanwhile, it ends early and
+    returns {}. Collective. Raises ConfigError for an empty dataset, or values that are not one per sample.
     """
     length = len(cast(Sized, dataset))
     if length == 0:
@@ -53,7 +54,9 @@ def evaluate(
         return {}
     gathered = place.coordinator.gather("evaluation", sums)
     grid = {index: values for part in gathered for index, values in part.items()}
-    names = sorted({name for values in grid.values() for name in values})
+    names = sorted(grid[0])
+    if any(sorted(values) != names for values in grid.values()):
+        raise ConfigError(f"the metric must return the same names for every batch; the first gave {', '.join(names)}")
     return {name: sum(grid[index][name] for index in sorted(grid)) / length for name in names}
 
 
@@ -81,6 +84,8 @@ def _sums(
             continue
         # Sharded models gather parameters in forward, so a rank without a batch repeats one and drops the result.
         index = mine[turn] if has_own else batches - 1
+        if place.config.determinism == "order":
+            seed_all(place.seed, "evaluate", index)
         samples = [dataset[i] for i in range(index * batch_size, min(length, (index + 1) * batch_size))]
         values = metric(model, to_device(collate_fn(samples), place.device))
         if has_own:

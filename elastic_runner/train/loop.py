@@ -25,8 +25,12 @@ class LoopPlace(StepPlace, Protocol):
 
 
 def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
-    """Yield one Step after the other. Raises LoopError when ranks stand at different steps, or a step is not finished."""
+    """Yield one Step after the other.
+
+    Raises LoopError when ranks stand at different steps, or a step is not finished.
+    """
     config, coordinator = place.config, place.coordinator
+    state.begun_at = state.step
     steps = coordinator.gather("first step", state.step)
     if len(set(steps)) > 1:
         raise LoopError(f"ranks stand at different steps: {steps}; call checkpointer.restore() on every rank")
@@ -40,11 +44,16 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             "target": target,
         },
     )
-    phase = "first_step"
+    phase, first = "first_step", state.step + 1
     with StepProgress(total=target, done=state.step, enabled=coordinator.is_main) as progress:
         while state.step < target and not place.draining:
             with place.phase(phase):
                 number = state.step + 1
+                # Ranks that are elsewhere (in a save that was called on rank 0 alone) are noticed before they hang.
+                asked = any(coordinator.gather(f"step {number} begins", place.stop_requested))
+                if asked and number == first:
+                    place.draining = True  # nothing has been done that is not saved
+                    break
                 step = Step(number, state.data.begin(number), state, place)
                 if config.determinism == "order":
                     seed_all(place.seed, "step", number)

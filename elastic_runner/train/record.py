@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ class RunRecord(Protocol):
         """The model after ``step`` was evaluated."""
         ...
 
+    def saving(self) -> None:
+        """A checkpoint is about to be written: what is on record must not be younger than it."""
+        ...
+
     def saved(self, step: int) -> None:
         """A checkpoint is durable."""
         ...
@@ -49,6 +54,9 @@ class NoRecord:
         """Nothing."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def saving(self) -> None:
         """Nothing."""
 
     def saved(self, step: int) -> None:
@@ -82,19 +90,24 @@ class MainRecord:
 
     def step(self, record: dict[str, Any]) -> None:
         """Add a line; the summary follows at the next save."""
-        record = {"event": "step", **record}
+        record = {"event": "step", **_as_json(record)}
         self._append(record)
         self._tally.add(record)
         self._set(step=record["step"], train_loss=record["loss"])
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line and renew the summary."""
-        self._append({"event": "evaluation", "step": step, "metrics": dict(metrics)})
-        self._set(validation=dict(metrics), validation_step=step)
+        values = _as_json(metrics)
+        self._append({"event": "evaluation", "step": step, "metrics": values})
+        self._set(validation=values, validation_step=step)
         self._publish()
 
+    def saving(self) -> None:
+        """Make the ledger durable first: lines beyond a checkpoint are rewound, lines missing below it never come back."""
+        self._ledger.flush()
+
     def saved(self, step: int) -> None:
-        """Make the ledger durable up to here, and renew the summary."""
+        """Renew the summary."""
         self._append({"event": "saved", "step": step})
         self._publish()
 
@@ -122,6 +135,11 @@ class MainRecord:
             )
         self._set(updated=time.time())
         self._storage.put(paths.SUMMARY, encode(self._summary))
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def read_summary(storage: Storage) -> RunSummary | None:

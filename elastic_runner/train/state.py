@@ -13,7 +13,6 @@ from elastic_runner.data.source import DataSource
 from elastic_runner.errors import StateError
 from elastic_runner.train.scaler import LossScaler
 
-
 _TAKEN = ("trainer", "scaler")
 
 
@@ -39,6 +38,8 @@ class TrainState:
         self.schedule = schedule
         self.scaler = LossScaler()
         self.step = 0
+        self.begun_at = 0
+        """The step at which this attempt began."""
         for name, other in others.items():
             if name in _TAKEN:
                 raise StateError(f"the name {name!r} is taken by a part of every TrainState; use another keyword")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from elastic_runner.checkpoint.names import clean_name
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Place
 from elastic_runner.data.random import seed_all
 from elastic_runner.data.source import Microbatch, Span
-from elastic_runner.errors import LoopError, ModelError, NonFiniteError
+from elastic_runner.errors import LoopError, NonFiniteError
 from elastic_runner.train.state import TrainState
-from elastic_runner.train.synchronize import accumulation
+from elastic_runner.train.synchronize import accumulation, exchange, exchanging
 
 
 class StepPlace(Place, Protocol):
@@ -74,12 +72,17 @@ class Step:
         # Losses, their units (samples or tokens) per logical shard, and one place for requests to stop.
         self._totals = torch.zeros(2 * self._shards + 1, dtype=torch.float64)
         self._current: Microbatch | None = None
+        self._extra = False
         self._done = 0
+        self._turns = state.data.count() + self._lacking()
 
     def microbatches(self) -> Iterator[Any]:
-        """This rank's batches. While one is out, autocast and gradient synchronisation are set up for it."""
-        count = self._state.data.count()
-        for index, microbatch in enumerate(self._state.data.microbatches()):
+        """This rank's batches. While one is out, autocast and gradient synchronisation are set up for it.
+
+        Where data.shards does not divide by the ranks of a sharded model, those with fewer shards get their last
+        batch once more: each forward gathers parameters from all ranks. Its loss counts for nothing.
+        """
+        for index, microbatch in enumerate(self._rounds()):
             if index != self._done:
                 raise LoopError(
                     f"step {self.number}: call step.backward once per microbatch, before taking the next one"
@@ -87,14 +90,22 @@ class Step:
             self._current = microbatch
             if self._config.determinism == "order":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
-            last = index == count - 1
-            with (
-                accumulation(self._state.model, last=last),
-                autocast(self._config, self._place.device),
-                _explained(self._state.model),
-            ):
+            last = index == self._turns - 1
+            with accumulation(self._state.model, last=last), autocast(self._config, self._place.device):
                 yield microbatch.batch
         self._current = None
+
+    def _rounds(self) -> Iterator[Microbatch]:
+        for microbatch in self._state.data.microbatches():
+            yield microbatch
+        for _ in range(self._lacking()):
+            self._extra = True
+            yield microbatch
+
+    def _lacking(self) -> int:
+        if not isinstance(exchanging(self._state.model), FSDPModule):
+            return 0
+        return -(-self._shards // self._place.coordinator.world_size) - self._state.data.count()
 
     def backward(self, loss: torch.Tensor, *, tokens: int | None = None) -> None:
         """Backward of this microbatch's share of the global loss.
@@ -103,17 +114,18 @@ class Step:
         then the mean over all samples, or all tokens, of the global batch, however unevenly they are spread.
         Raises LoopError outside of ``microbatches``.
         """
-        if self._current is None or self._done >= self._state.data.count():
+        if self._current is None or self._done >= self._turns:
             raise LoopError(f"step {self.number}: step.backward belongs inside 'for batch in step.microbatches()'")
         if loss.numel() != 1:
             raise LoopError(f"step {self.number}: the loss must be one number, its shape is {list(loss.shape)}")
-        units = self._current.samples if tokens is None else tokens
-        scale = self._scale()
-        with torch.autocast(self._place.device.type, enabled=False), _explained(self._state.model):
+        units = 0 if self._extra else self._current.samples if tokens is None else tokens
+        scale, last = self._scale(), self._done == self._turns - 1
+        with torch.autocast(self._place.device.type, enabled=False), exchange(self._state.model, last=last):
             (loss * (scale * units / self._config.data.global_batch)).backward()
-        shard = self._current.shard
-        self._totals[shard] = loss.detach().double().item()
-        self._totals[self._shards + shard] = units
+        if not self._extra:
+            shard = self._current.shard
+            self._totals[shard] = loss.detach().double().item()
+            self._totals[self._shards + shard] = units
         self._done += 1
 
     def optimize(self) -> StepResult:
@@ -121,10 +133,9 @@ class Step:
 
         Raises NonFiniteError (by ``training.non_finite``), LoopError when a microbatch is missing.
         """
-        count = self._state.data.count()
-        if self._done != count:
+        if self._done != self._turns:
             raise LoopError(
-                f"step {self.number}: {self._done} of {count} microbatches had their backward before optimize"
+                f"step {self.number}: {self._done} of {self._turns} microbatches had their backward before optimize"
             )
         loss, units = self._reduce_totals()
         parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
@@ -172,8 +183,9 @@ class Step:
         if self._config.training.precision == "fp16" and math.isfinite(loss) and self._state.scaler.scale > 1:
             return  # an overflow of the scaled loss, which the scaler answers
         raise NonFiniteError(
-            f"step {self.number}: loss {loss}, gradient norm {norm} (samples {self.span.first} to {self.span.last - 1} of "
-            f"epoch {self.span.epoch}). Lower the learning rate, clip (training.clip_norm), or set training.non_finite='skip'."
+            f"step {self.number}: loss {loss}, gradient norm {norm} (samples {self.span.first} to {self.span.last - 1} "
+            f"of epoch {self.span.epoch}). Lower the learning rate, clip (training.clip_norm), "
+            "or set training.non_finite='skip'."
         )
 
     def _scale(self) -> float:
@@ -194,45 +206,3 @@ def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     norm = get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-_ADVICE = (
-    (
-        re.compile(r"Expected to have finished reduction in the prior iteration"),
-        "a step used only a part of the model, so some parameters got no gradient{names}. "
-        "Set strategy.ddp.find_unused_parameters = true, or use every parameter in every step.",
-    ),
-    (
-        re.compile(r"marked (as )?ready (twice|only once)|Expected to mark a variable ready only once"),
-        "DDP saw a parameter's gradient twice in one backward{names}: re-entrant activation checkpointing, or a forward "
-        "outside of the wrapped model. Use strategy.checkpoint_classes (non-reentrant) for recomputation, and switch "
-        "strategy.ddp.find_unused_parameters off when every parameter is used.",
-    ),
-)
-
-
-class _explained:
-    """Maps what DDP says about unused or doubly used parameters to the option to change, with parameter names."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(self._model, FSDPModule):
-            return
-        for pattern, advice in _ADVICE:
-            if pattern.search(str(error)):
-                raise ModelError(advice.format(names=self._names(str(error)))) from error
-
-    def _names(self, text: str) -> str:
-        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text) or re.search(r"index (\d+)", text)
-        named = re.search(r"name (\S+) has been marked", text)
-        if named:
-            return f" ({named.group(1)})"
-        if indices is None:
-            return ""
-        trained = [clean_name(self._model, n) for n, p in self._model.named_parameters() if p.requires_grad]
-        return f" ({', '.join(trained[int(i)] for i in indices.group(1).split() if int(i) < len(trained))})"

@@ -18,11 +18,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from elastic_runner.config import DataConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
 from elastic_runner.errors import ConfigError, ModelError
-from elastic_runner.train.reduction import sum_gradients
+from elastic_runner.train.replicas import Replicas
 from elastic_runner.train.wrapping import (
     modules_of_class,
     modules_of_size,
@@ -59,7 +59,8 @@ def _check_ddp(strategy: StrategyConfig, data: DataConfig, world_size: int) -> N
     if ddp.static_graph and data.shards > world_size:
         raise ConfigError(
             "strategy.ddp.static_graph does not allow gradient accumulation, and with data.shards="
-            f"{data.shards} on {world_size} ranks some rank accumulates: switch it off, or set data.shards to the world size"
+            f"{data.shards} on {world_size} ranks some rank accumulates: "
+            "switch it off, or set data.shards to the world size"
         )
 
 
@@ -96,7 +97,7 @@ def _ddp(model: nn.Module, options: DdpConfig, device: torch.device) -> nn.Modul
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; the new name does not exist in 2.9.
         warnings.simplefilter("ignore", FutureWarning)
-        wrapped = DistributedDataParallel(
+        return Replicas(
             model,
             device_ids=None if device.type == "cpu" else [device.index],
             bucket_cap_mb=options.bucket_cap_mb,
@@ -105,8 +106,6 @@ def _ddp(model: nn.Module, options: DdpConfig, device: torch.device) -> nn.Modul
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
         )
-    wrapped.register_comm_hook(None, sum_gradients)
-    return wrapped
 
 
 def _mesh(strategy: StrategyConfig, device: torch.device, local_world_size: int) -> DeviceMesh:
@@ -121,30 +120,38 @@ def _mesh(strategy: StrategyConfig, device: torch.device, local_world_size: int)
 
 
 def _fsdp(model: nn.Module, options: FsdpConfig, mesh: DeviceMesh, precision: str, device: torch.device) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # FSDP shards rows of memory
     if options.wrap_classes:
-        units = modules_of_class(model, options.wrap_classes, "strategy.fsdp.wrap_classes")
+        found = modules_of_class(model, options.wrap_classes, "strategy.fsdp.wrap_classes")
+        units = [module for module in found if module is not model]
     else:
         units = modules_of_size(model, options.wrap_min_params)
     units = without_shared_parameters(model, units)
-    compute = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": options.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=compute,
-            reduce_dtype=torch.float32 if compute else None,
-            output_dtype=torch.float32 if compute else None,
-        ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
     }
-    sharded = [fully_shard(unit, **arguments) for unit in units]
-    root = fully_shard(model, **arguments)
+    inner, outer = _mixed_precision(precision)
+    # A unit inside of another one comes first, else the outer one takes its parameters.
+    sharded = [fully_shard(unit, mp_policy=inner, **arguments) for unit in reversed(units)][::-1]
+    root = fully_shard(model, mp_policy=outer, **arguments)
     for module in (*sharded, root):
         # Losses carry their share of the global batch, so gradients are summed, not averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _prefetch(sharded, options)
     return model
+
+
+def _mixed_precision(precision: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """For units and for the root. Only the root's output is fp32: a unit's goes into layers of the compute type."""
+    compute = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    if compute is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    return inner, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
 def _prefetch(units: list[FSDPModule], options: FsdpConfig) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from elastic_runner.checkpoint.names import unwrap, wrapped_attribute
+from elastic_runner.train.replicas import Explained, Replicas
 
 
 def accumulation(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
     """A context for one microbatch, forward and backward both: gradients are exchanged on the last one only."""
     wrapper = exchanging(model)
-    if isinstance(wrapper, DistributedDataParallel) and not last:
-        return wrapper.no_sync()
+    if isinstance(wrapper, Replicas):
+        if not last:
+            return wrapper.no_sync()
+        wrapper.begin_reduction()
     if isinstance(wrapper, FSDPModule):
         wrapper.set_requires_gradient_sync(last)
     return nullcontext()
@@ -33,6 +37,19 @@ def exchanging(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def exchange(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """A context for the backward of one microbatch. Raises ModelError when the model does not fit DDP's options."""
+    wrapper = exchanging(model)
+    if not isinstance(wrapper, Replicas):
+        yield
+        return
+    with Explained(wrapper):
+        yield
+    if last:
+        wrapper.check_reduced()
+
+
 def make_buffers_equal(model: nn.Module) -> None:
     """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does before a forward. Collective."""
     with torch.no_grad():
@@ -46,4 +63,6 @@ def for_evaluation(model: nn.Module) -> nn.Module:
     wrapper = exchanging(model)
     if isinstance(wrapper, DistributedDataParallel):
         return wrapper.module
-    return wrapper if isinstance(wrapper, FSDPModule) else unwrap(model)
+    if isinstance(wrapper, FSDPModule):
+        return wrapper
+    return model.module if isinstance(model, DataParallel) else model

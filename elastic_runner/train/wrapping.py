@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_runner.errors import ModelError
 
-
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -29,23 +28,23 @@ def modules_of_class(model: nn.Module, names: Sequence[str], field: str) -> list
 
 
 def modules_of_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Submodules to make units of, inner before outer: each leaves at least ``least`` parameters to itself.
+    """Submodules to make units of, in the model's order: each leaves at least ``least`` parameters to itself.
 
     Parameters of units inside a module do not count for it. The root is not among them.
     """
-    units: list[nn.Module] = []
+    units: set[nn.Module] = set()
 
     def left(module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
         count = own + sum(left(child) for child in module.children())
         # Containers without a forward of their own cannot be hooked.
         if count >= least and module is not model and not isinstance(module, _WITHOUT_FORWARD):
-            units.append(module)
+            units.add(module)
             return 0
         return count
 
     left(model)
-    return units
+    return [module for module in model.modules() if module in units]
 
 
 def without_shared_parameters(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 from elastic_runner.errors import ExitCode
 
-
 _PRINTING = 5.0
 """Seconds for last words: a full pipe that nobody reads must not keep a process from leaving."""
 
@@ -37,7 +36,7 @@ def leave_soon(code: int) -> None:
 
 
 class PhaseWatch:
-    """Watches the innermost phase. ``limits``: seconds by phase name; ``where`` describes this process in the message."""
+    """Watches the innermost phase. ``limits``: seconds by phase name; ``where`` describes this process in messages."""
 
     def __init__(
         self, limits: Mapping[str, float], where: Callable[[], str], expired: Callable[[str], None] = leave

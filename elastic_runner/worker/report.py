@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
 from elastic_runner.worker.deadline import leave_soon
+
+_CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused")
+_LAST_WRITE = 10.0
+"""Seconds for the last write of the summary."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -30,6 +37,8 @@ def describe(error: BaseException, where: str, *, with_traceback: bool) -> str:
         return f"elastic_runner: {error}"
     if isinstance(error, ElasticRunnerError) and not with_traceback:
         return f"elastic_runner: error: {where}: {type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)):
+        where += " (a peer went away: look for the first error of another rank)"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"elastic_runner: error: {where}:\n{trace.rstrip()}"
 
@@ -40,8 +49,25 @@ def where_am_i(rank: int, world_size: int, phase: str, step: int | None) -> str:
     return f"rank {rank} of {world_size} on {socket.gethostname()}, phase {phase}{at}"
 
 
+def tell(error: BaseException, where: str, *, with_traceback: bool) -> None:
+    """Print ``describe`` to stderr."""
+    print(describe(error, where, with_traceback=with_traceback), file=sys.stderr, flush=True)
+
+
+def in_time(action: Callable[[], None]) -> None:
+    """Run ``action`` for a few seconds at most, and drop its errors: the process is about to leave."""
+
+    def run() -> None:
+        with suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_LAST_WRITE)
+
+
 def leave_at_once_on(
-    failed: Callable[[BaseException], bool], message: Callable[[BaseException], str]
+    failed: Callable[[BaseException], bool], tell: Callable[[BaseException], None]
 ) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
     """An excepthook for errors that left a worker: print, then exit by code without waiting in destructors or atexit.
 
@@ -55,7 +81,7 @@ def leave_at_once_on(
             return
         code = exit_code(error)
         leave_soon(code)
-        print(message(error), file=sys.stderr, flush=True)
+        tell(error)
         sys.stdout.flush()
         os._exit(code)
 

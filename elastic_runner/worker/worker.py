@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from elastic_runner.checkpoint.capture import Parts
-from elastic_runner.config import RunConfig
+from elastic_runner.config import RunConfig, exit_by_code
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.environment import Environment, read_environment
@@ -63,6 +63,7 @@ class Worker:
     record: RunRecord
 
     def __init__(self, config: RunConfig) -> None:
+        exit_by_code()
         self.config = config
         self.seed = config.seed
         self.run_url = config.run_dir
@@ -73,7 +74,9 @@ class Worker:
         self._environment: Environment = read_environment()
         self._notice = StopNotice()
         self._state: TrainState | None = None
+        self._saved_step: int | None = None
         self._error: BaseException | None = None
+        self._told = False
         limits = {name: getattr(config.timeouts, name) for name in type(config.timeouts).__dataclass_fields__}
         self._watch = PhaseWatch(limits, self._where)
 
@@ -105,13 +108,18 @@ class Worker:
     def __enter__(self) -> Worker:
         env, config = self._environment, self.config
         ensure_logging(f"[{socket.gethostname()}:{env.rank}]")
-        sys.excepthook = report.leave_at_once_on(lambda error: error is self._error, self._describe)
+        self._excepthook = sys.excepthook
+        hook = sys.excepthook = report.leave_at_once_on(lambda error: error is self._error, self._tell)
         try:
             self._notice.install()
             with self._watch.phase("setup"):
                 self.device = choose_device(env.local_rank)
                 check_strategy(config, world_size=env.world_size, device=self.device)
-                self._connect()
+                try:
+                    self._connect()
+                finally:
+                    # init_process_group wraps it, holding back what it prints until it returns, which it does not.
+                    sys.excepthook = hook
                 self._begin()
         except BaseException as error:
             self._fail(error)
@@ -126,15 +134,20 @@ class Worker:
             return
         try:
             with self._watch.phase("teardown"):
-                self._finish()
-        except Interrupted as interrupted:
-            self._error = interrupted
+                interrupted = self._finish()
+                self._leave_groups()
+        except BaseException as failure:
+            self._fail(failure)
             raise
-        finally:
-            self._close()
+        self._close()
+        if interrupted is not None:
+            raise interrupted
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Move ``model`` to the device and wrap it by ``strategy``. Build the optimizer from what this returns. Collective."""
+        """Move ``model`` to the device and wrap it by ``strategy``. Collective.
+
+        Build the optimizer from what this returns.
+        """
         return prepare(model, self.config, device=self.device, local_world_size=self._environment.local_world_size)
 
     def steps(self, state: TrainState) -> Iterator[Step]:
@@ -197,19 +210,25 @@ class Worker:
 
     def prepare_save(self, parts: Parts) -> None:
         """Make what is replicated equal before it is written."""
+        # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
+        self.coordinator.gather(f"save of step {parts.step}", None)
         make_buffers_equal(parts.model)
+        self.record.saving()
 
     def saved(self, step: int) -> None:
         """Put a durable checkpoint on record."""
+        self._saved_step = step
         self.record.saved(step)
 
     def _connect(self) -> None:
         timeouts, env = self.config.timeouts, self._environment
+        # Less than the phase has, so that it is said who is absent; TCPStore counts whole seconds.
+        patience = max(0.9 * timeouts.setup - 1, timeouts.setup / 2)
         steps, checkpoints = start_groups(
-            connect(env, timeouts.setup),
+            connect(env, patience),
             env,
             choose_backend(self.device),
-            setup=timeouts.setup,
+            setup=patience,
             step=max(timeouts.step, timeouts.first_step),
             checkpoint=max(timeouts.save, timeouts.load),
         )
@@ -222,6 +241,7 @@ class Worker:
             self.print(
                 f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do."
             )
+            self._leave_groups()
             self._close()
             raise AlreadyFinished(0)
         pids = self.coordinator.gather("pids", (socket.gethostname(), os.getpid()))
@@ -231,7 +251,8 @@ class Worker:
         self.record = NoRecord()
         if self.is_main:
             self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
-            log.info("attempt %d of %s: %d ranks, %s, %s", self.attempt, self.storage.url, self.world_size, self.config.strategy.name, self.device.type)  # fmt: skip
+            placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
+            log.info("attempt %d of %s: %s", self.attempt, self.storage.url, placed)
         seed_all(self.seed, "init")
 
     def _take_attempt(self, facts: Mapping[str, Any]) -> tuple[int, int]:
@@ -240,40 +261,56 @@ class Worker:
             Path(self._environment.agent_dir, "run_dir").write_text(self.run_url)
         return number, len(attempts.attempts(self.storage))
 
-    def _finish(self) -> None:
+    def _finish(self) -> Interrupted | None:
         step, target = (self._state.step if self._state else 0), self.config.training.max_steps
         self.coordinator.gather("finish", step)
-        if self.draining and step < target:
-            message = f"asked to stop ({self._notice.received or 'by another rank'}); saved at step {step} of {target}"
-            self.record.end("interrupted", message)
-            raise Interrupted(f"{message}. Start the same command again to continue.")
-        self.record.end("finished")
+        if not self.draining or step >= target:
+            self.record.end("finished")
+            return None
+        begun = self._state.begun_at if self._state else step
+        kept = "saved" if self._saved_step == step or step == begun else "NOT saved (call checkpointer.maybe_save)"
+        message = f"asked to stop ({self._notice.received or 'by another rank'}); {kept} at step {step} of {target}"
+        self.record.end("interrupted", message)
+        return Interrupted(f"{message}. Start the same command again to continue.")
 
     def _fail(self, error: BaseException) -> None:
-        """Record the reason; no collective, since peers may be gone."""
+        """Say and record the reason; no collective, since peers may be gone."""
         if isinstance(error, (AlreadyFinished, GeneratorExit)):
             return
         self._error = error
         with suppress(Exception):
             report.record_for_agent(error)
+        if self.world_size > 1:
+            self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
-            with suppress(Exception):
-                self.record.end("failed", f"{type(error).__name__}: {error}"[:500])
+            message = f"{type(error).__name__}: {error}"[:500]
+            report.in_time(lambda: self.record.end("failed", message))
+        if self.world_size == 1:
+            # A program that called us may catch the error and go on.
+            self._leave_groups()
+            self._watch.close()
+            self._notice.restore()
+
+    def _leave_groups(self) -> None:
+        for name in ("coordinator", "checkpoint_coordinator"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _close(self) -> None:
         self._watch.close()
         self._notice.restore()
-        self.coordinator.close()
-        self.checkpoint_coordinator.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        sys.excepthook = self._excepthook
 
     def _where(self) -> str:
         step = self._state.step + 1 if self._state else None
         return report.where_am_i(self.rank, self.world_size, self._watch.current, step)
 
-    def _describe(self, error: BaseException) -> str:
-        return report.describe(error, self._where(), with_traceback=self._environment.traceback)
+    def _tell(self, error: BaseException) -> None:
+        if not self._told:
+            self._told = True
+            report.tell(error, self._where(), with_traceback=self._environment.traceback)
 
 
 __all__ = ["AlreadyFinished", "Worker"]

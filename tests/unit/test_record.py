@@ -1,0 +1,78 @@
+"""What the main rank writes down."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from elastic_runner import paths
+from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.storage import LocalStorage, open_storage
+from elastic_runner.train.record import MainRecord, read_summary
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    first = (step - 1) * 4
+    return {
+        "step": step, "epoch": 0, "first": first, "last": first + 4, "padded": 0, "dropped": 0, "length": 100,
+        "loss": 1.0 / step, **changes,
+    }  # fmt: skip
+
+
+def attempt(storage: Any, number: int, resumed_at: int, steps: range) -> MainRecord:
+    record = MainRecord(storage, attempt=number, target_step=20, restarts=number - 1)
+    record.start(resumed_at, {"world": 1})
+    for step in steps:
+        record.step(line(step))
+    return record
+
+
+def test_lost_steps_and_samples_over_three_attempts(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    attempt(storage, 1, 0, range(1, 8))
+    attempt(storage, 2, 5, range(6, 12))
+    attempt(storage, 3, 10, range(11, 21)).end("finished")
+    summary = read_summary(storage)
+    assert summary is not None
+    assert (summary.status, summary.step, summary.restarts, summary.lost_steps) == ("finished", 20, 2, 3)
+    assert (summary.samples_seen, summary.samples_repeated, summary.samples_skipped) == (80, 0, 0)
+    assert summary.train_loss == 1 / 20
+
+
+def test_the_ledger_is_durable_before_a_checkpoint_is_written() -> None:
+    """On an object store, a kill right after the commit must not leave a gap below the checkpoint."""
+    storage = open_storage("memory://record")
+    record = attempt(storage, 1, 0, range(1, 6))
+    assert not any(r["event"] == "step" for r in read_records(storage))
+    record.saving()
+    # Killed here, after the commit of step 5; the next attempt resumes at it.
+    attempt(storage, 2, 5, range(6, 8)).end("interrupted")
+    counts = tally(effective(read_records(storage))[0])
+    assert (counts.steps, counts.gaps, counts.skipped) == (7, 0, 0)
+    storage.delete("")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    record = attempt(storage, 1, 0, range(1, 2))
+    record.step(line(2, loss=math.nan, grad_norm=math.inf))
+    record.evaluation(2, {"accuracy": math.nan})
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    for name in (paths.SUMMARY, paths.ledger_segment(1, 0)):
+        for text in storage.read(name).decode().split("\n{"):
+            json.loads(text if text.startswith("{") else "{" + text, parse_constant=refuse)
+    last = [r for r in read_records(storage) if r["event"] == "step"][-1]
+    assert (last["loss"], last["grad_norm"]) == (None, None)
+
+
+def test_the_last_evaluation_survives_a_restart(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    attempt(storage, 1, 0, range(1, 6)).evaluation(5, {"accuracy": 0.5})
+    attempt(storage, 2, 5, range(6, 7)).end("interrupted")
+    summary = read_summary(storage)
+    assert summary is not None and (summary.validation, summary.validation_step) == ({"accuracy": 0.5}, 5)
