@@ -100,7 +100,7 @@ def list_checkpoints(storage: Storage) -> Listing:
             where = f"{directory}/{name}"
             try:
                 manifest = decode(storage.read(where), where)
-                if manifest.step != step or manifest.path != f"{paths.step_directory(step)}/{name}":
+                if manifest.path != f"{paths.step_directory(step)}/{name}":
                     raise Damaged(f"{where} is the manifest of another checkpoint (step {manifest.step})")
             except (Damaged, NotFound) as error:
                 rejected.append(str(error))

@@ -23,8 +23,9 @@ _SEGMENT_LINES = 256
 class LedgerWriter:
     """Appends records of one attempt; used on global rank 0 only.
 
-    Where the storage can append, each line is there at once. Object stores get a new segment every 256 lines and
-    at each ``flush``; what is not flushed when the process dies belongs to steps that will be done again.
+    Where the storage can append, each line is there at once and survives the process; ``flush`` makes it survive the
+    machine. Object stores get a new segment every 256 lines and at each ``flush``. What is not flushed belongs to
+    steps that will be done again.
     """
 
     def __init__(self, storage: Storage, attempt: int) -> None:
@@ -32,18 +33,23 @@ class LedgerWriter:
         self._attempt = attempt
         self._segment = 0
         self._pending: list[bytes] = []
+        self._appended = False
 
     def append(self, record: Record) -> None:
         """Add one record."""
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         if self._storage.append(paths.ledger_segment(self._attempt, 0), line):
+            self._appended = True
             return
         self._pending.append(line)
         if len(self._pending) >= _SEGMENT_LINES:
             self.flush()
 
     def flush(self) -> None:
-        """Put what is pending."""
+        """Make all records so far durable."""
+        if self._appended:
+            self._storage.sync(paths.ledger_segment(self._attempt, 0))
+            self._appended = False
         if self._pending:
             self._storage.put(paths.ledger_segment(self._attempt, self._segment), b"".join(self._pending))
             self._segment += 1

@@ -97,6 +97,17 @@ class LocalStorage:
                 os.close(handle)
         return True
 
+    def sync(self, path: str) -> None:
+        """File and directory fsync."""
+        target = self._file(path)
+        with mapped(f"sync {target}"):
+            handle = os.open(target, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            _sync_directory(target.parent)
+
     def list(self, path: str) -> list[str]:
         """Names below a directory; our own temporary files are left out."""
         with mapped(f"list {self._at(path)}"):

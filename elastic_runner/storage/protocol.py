@@ -65,7 +65,11 @@ class Storage(Protocol):
         ...
 
     def append(self, path: str, data: bytes) -> bool:
-        """Append to a file; False (and nothing done) where the storage cannot."""
+        """Append to a file, to be made durable by ``sync``; False (and nothing done) where the storage cannot."""
+        ...
+
+    def sync(self, path: str) -> None:
+        """Make what was appended to a file durable."""
         ...
 
     def list(self, path: str) -> list[str]:

@@ -131,6 +131,9 @@ class FsspecStorage:
         """Objects cannot be appended to."""
         return False
 
+    def sync(self, path: str) -> None:
+        """Nothing was appended."""
+
     def list(self, path: str) -> list[str]:
         """Names below a prefix, past any listing cache."""
 

@@ -103,7 +103,7 @@ class MainRecord:
         self._publish()
 
     def saving(self) -> None:
-        """Make the ledger durable first: lines beyond a checkpoint are rewound, lines missing below it never come back."""
+        """Make the ledger durable first: lines beyond a checkpoint are rewound, but lines missing below never return."""
         self._ledger.flush()
 
     def saved(self, step: int) -> None:

@@ -45,14 +45,15 @@ class PhaseWatch:
         self._where = where
         self._expired = expired
         self._stack: list[tuple[str, float]] = []
+        self._failed: str | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def current(self) -> str:
-        """Name of the innermost phase; "idle" outside of all."""
-        return self._stack[-1][0] if self._stack else "idle"
+        """Name of the innermost phase, or of the one that an error has just left; "idle" outside of all."""
+        return self._failed or (self._stack[-1][0] if self._stack else "idle")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,10 +61,14 @@ class PhaseWatch:
         limit, entered = self._limits[name], time.monotonic()
         self._start()
         with self._changed:
+            self._failed = None
             self._stack.append((name, entered + limit))
             self._changed.notify()
         try:
             yield
+        except BaseException:
+            self._failed = self._failed or name
+            raise
         finally:
             spent = time.monotonic() - entered
             with self._changed:

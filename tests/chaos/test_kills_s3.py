@@ -22,9 +22,7 @@ def test_kills_and_resizes_on_s3(seed: int, s3: S3, tmp_path_factory: pytest.Tem
     run_dir = s3.url
     checkpoint = CheckpointConfig(every=5, options=s3.options, format=rng.choice(["sharded", "full"]))
     for number, (world, strategy) in enumerate([(2, "ddp"), (2, "fsdp"), (1, "single")]):
-        settings = config(
-            run_dir, strategy=strategy, steps=STEPS, storage_options=s3.options, checkpoint=checkpoint
-        )
+        settings = config(run_dir, strategy=strategy, steps=STEPS, storage_options=s3.options, checkpoint=checkpoint)
         if number == 2:
             run_ranks(train, world, settings)
             break

@@ -1,0 +1,92 @@
+"""Evaluation among real ranks: each sample counted once, by the model that a checkpoint would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_runner as er
+from elastic_runner.config import StrategyConfig
+from tests.support.ranks import run_ranks
+
+LENGTH = 21
+BATCH = 5
+DATA = [(torch.tensor([float(i), float(i * i % 7)]), i) for i in range(LENGTH)]
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def spoil(model: nn.Module, rank: int) -> None:
+    """Running statistics as ranks have them after steps on different data."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.add_(0.5 + rank)
+
+
+def evaluate(run_dir: str, strategy: str) -> dict[str, Any]:
+    config = er.RunConfig(run_dir=run_dir, strategy=StrategyConfig(name=strategy))  # type: ignore[arg-type]
+    with er.Worker(config) as worker:
+        model = worker.prepare(build())
+        spoil(model, worker.rank)
+        model.train()
+        seen: list[int] = []
+
+        def metric(module: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+            inputs, indices = batch
+            seen.extend(indices.tolist())
+            wrong = (indices == 0).double()
+            return {
+                "output": module(inputs).squeeze(1),
+                "error": wrong,
+                "index": indices,
+                "one": torch.ones_like(wrong),
+            }
+
+        metrics = worker.evaluate(model, DATA, metric, batch_size=BATCH)  # type: ignore[arg-type]
+        buffers = {n.removeprefix("module."): b.tolist() for n, b in model.named_buffers()}
+        return {"metrics": metrics, "seen": seen, "buffers": buffers, "training": model.training}
+
+
+def by_hand() -> tuple[float, dict[str, Any]]:
+    """The mean output, and the buffers, of rank 0's model without any of this package."""
+    model = build()
+    spoil(model, 0)
+    model.eval()
+    with torch.no_grad():
+        output = torch.cat([model(DATA[i][0][None]).squeeze(1) for i in range(LENGTH)]).double().mean().item()
+    return output, {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_metric_counts_each_sample_once_at_every_world_size(tmp_path: Path, world_size: int) -> None:
+    """c73: 21 samples fill neither the last batch nor every rank. c60: buffers are equal before it begins."""
+    ranks = run_ranks(evaluate, world_size, str(tmp_path), "ddp")
+    output, buffers = by_hand()
+    for rank in ranks:
+        assert rank["metrics"] == ranks[0]["metrics"]
+        assert rank["buffers"] == buffers
+        assert rank["training"]
+    metrics = ranks[0]["metrics"]
+    assert metrics["error"] == 1 / LENGTH
+    assert metrics["index"] == sum(range(LENGTH)) / LENGTH
+    assert metrics["one"] == 1
+    assert metrics["output"] == pytest.approx(output, rel=1e-5)
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(LENGTH))
+
+
+def test_metric_is_the_same_to_the_last_bit_with_sharded_parameters(tmp_path: Path) -> None:
+    """c73: a sharded model's ranks repeat a batch where they have none of their own, and that is not counted."""
+    (alone,) = run_ranks(evaluate, 1, str(tmp_path / "1"), "ddp")
+    sharded = run_ranks(evaluate, 3, str(tmp_path / "3"), "fsdp")
+    assert sum(len(rank["seen"]) for rank in sharded) > LENGTH
+    for rank in sharded:
+        assert rank["metrics"] == alone["metrics"]
+        assert rank["buffers"] == alone["buffers"]

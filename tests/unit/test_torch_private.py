@@ -1,0 +1,159 @@
+"""Names of torch that are private, or pickled into files, and that the checkpoint floor leans on.
+
+When one of these fails after an upgrade of torch, look at the place that is named before anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import pickletools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from elastic_runner.checkpoint.names import wrapped_attribute
+from elastic_runner.checkpoint.sharded import _ALLOWED, METADATA, ShardedWriter, load_plain, read_metadata
+from elastic_runner.errors import Damaged, NotData
+from elastic_runner.storage import LocalStorage
+
+
+def test_storage_info_says_where_an_item_lies() -> None:
+    """checkpoint/sharded.py writes and reads it."""
+    info = _StorageInfo("file", 3, 4)
+    assert (info.relative_path, info.offset, info.length) == ("file", 3, 4)
+    optional = {f.name for f in dataclasses.fields(info) if f.default is not dataclasses.MISSING}
+    assert {f.name for f in dataclasses.fields(info)} - optional == {"relative_path", "offset", "length"}
+
+
+def globals_of(data: bytes) -> set[tuple[str, str]]:
+    """Every (module, name) that a pickle asks for."""
+    found: set[tuple[str, str]] = set()
+
+    class Listing(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    Listing(io.BytesIO(data)).load()
+    return found
+
+
+def test_metadata_ask_for_nothing_that_is_not_allowed(tmp_path: Path) -> None:
+    """checkpoint/sharded.py reads what DCP's planner makes."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex64]
+    state = {f"t{i}": torch.zeros(2, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    dcp.save(
+        {**state, "plain": {"a": 1}, "nested": {"b": [torch.ones(1)]}},
+        storage_writer=ShardedWriter(LocalStorage(tmp_path), "data"),
+        no_dist=True,
+    )
+    asked = globals_of((tmp_path / "data" / METADATA).read_bytes())
+    assert ("torch.distributed.checkpoint.metadata", "Metadata") in asked
+    assert {(module, name) for module, name in asked if name not in _ALLOWED.get(module, ())} == set()
+    metadata = read_metadata(LocalStorage(tmp_path), "data")
+    assert set(metadata.state_dict_metadata) >= set(state)
+    assert all(isinstance(info, _StorageInfo) for info in metadata.storage_data.values())
+
+
+def test_what_is_allowed_exists() -> None:
+    """An allowed name that has gone means that torch pickles another one now."""
+    for module, names in _ALLOWED.items():
+        present = vars(__import__(module, fromlist=["_"]))
+        assert [name for name in names if name not in present] == []
+
+
+def test_what_is_allowed_runs_nothing() -> None:
+    """Classes of plain fields and enums, data types, and one function that looks a layout up by its name."""
+    from torch.serialization import _get_layout
+
+    assert _get_layout("torch.strided") is torch.strided
+    with pytest.raises(KeyError):
+        _get_layout("os.system")
+    for name in _ALLOWED["torch.distributed.checkpoint.metadata"]:
+        kind = getattr(torch.distributed.checkpoint.metadata, name)
+        assert isinstance(kind, type)
+        assert not hasattr(kind, "__del__")
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return print, ("never",)
+
+
+class OldPayload(dict):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        self["x"] = 1
+
+
+def saved(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        saved(Payload()),
+        saved([OldPayload()]),
+        saved(print),
+        io.BytesIO(pickle.dumps(Payload(), 2)),
+        io.BytesIO(pickle.dumps(Payload(), 5)),
+    ],
+    ids=["reduce", "class", "function", "protocol 2", "protocol 5"],
+)
+def test_what_torch_says_of_code_is_recognised(data: io.BytesIO) -> None:
+    """checkpoint/sharded.py tells code from noise by the words of torch's weights-only unpickler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(NotData):
+            load_plain(data, "x")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", bytes(100), b"PK\x03\x04" + bytes(100), b"noise" * 20, saved(1).getvalue()[:200]]
+)
+def test_what_torch_says_of_noise_is_recognised(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        load_plain(io.BytesIO(data), "x")
+
+
+def test_torch_save_writes_protocol_2() -> None:
+    """Operand 149 (FRAME) counts as code, since it opens pickles of protocol 4 and later only."""
+    assert pickletools.code2op["\x95"].name == "FRAME"
+    assert pickletools.code2op["\x95"].proto == 4
+    assert torch.serialization.DEFAULT_PROTOCOL == 2
+
+
+def test_wrappers_keep_their_module_where_they_did() -> None:
+    """checkpoint/names.py knows two of them by name."""
+    compiled = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert wrapped_attribute(compiled) == "_orig_mod"  # type: ignore[arg-type]
+    assert list(compiled._modules) == ["_orig_mod"]  # type: ignore[attr-defined]
+    wrapped = checkpoint_wrapper(nn.Linear(1, 1))
+    assert wrapped_attribute(wrapped) == "_checkpoint_wrapped_module"
+    assert list(wrapped._modules) == ["_checkpoint_wrapped_module"]
+    assert wrapped_attribute(nn.DataParallel(nn.Linear(1, 1))) == "module"
+
+
+def test_checkpoint_exceptions_hold_each_ranks_own() -> None:
+    """checkpoint/load.py unpacks them; they are no Exception, so a plain ``except Exception`` misses them."""
+    error = CheckpointException("x", {1: (ValueError("own"), None)})  # type: ignore[dict-item]
+    assert isinstance(error.failures[1][0], ValueError)
+    assert not issubclass(CheckpointException, Exception)
+
+
+def test_extra_state_is_called_so() -> None:
+    """checkpoint/capture.py treats it apart."""
+    assert torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX == "_extra_state"
