@@ -44,7 +44,8 @@ def run_demo(config: DemoConfig) -> int:
     script = ("-m", "elastic_runner.recipes.gpt", "--training.max-steps", str(config.steps))
     console.print(
         f"Training a byte-level GPT on Python's standard library, {config.workers} workers, {config.steps} steps.\n"
-        f"Worker {config.workers - 1} will be killed (SIGKILL) after step {kill_at}. Log: {run_dir / 'launch.log'}"
+        f"Worker {config.workers - 1} will be killed (SIGKILL) after step {kill_at}. Log: {run_dir / 'launch.log'}",
+        soft_wrap=True,
     )
     with ObservedRun(run_dir, launch_command(config.workers, *script)) as run:
         killed, resumed = _watch(run, config, kill_at, console)
@@ -113,9 +114,9 @@ def _report(
         rows["kill to next step"] = f"{resumed - killed.at:.1f} s"
     if bits:
         rows["bits per byte"] = f"{bits[0]:.3f} before, {bits[-1]:.3f} after"
-    rows["run directory"] = storage.url
     for name, value in rows.items():
         table.add_row(name, str(value))
     console.print(table)
+    console.print(f"Run directory: {storage.url}", soft_wrap=True)
     console.print("Generated text:")
     console.print(storage.read(paths.SAMPLE).decode(errors="replace"), markup=False, highlight=False)

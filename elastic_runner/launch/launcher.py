@@ -47,7 +47,7 @@ def launch(arguments: Sequence[str]) -> int:
             reason = f"rank {rank} ended first: {_describe(failure.exitcode)}"
             if code != ExitCode.INTERRUPTED:
                 _mark_failed(directory, reason)
-            print(f"elastic-runner: {reason}; exit code {int(code)} ({ExitCode(code).name})", flush=True)
+            print(f"elastic-runner: {ExitCode(code).name.lower()} ({int(code)}): {reason}", flush=True)
             return int(code)
         except SignalException as error:
             return _after_signal(directory, error)
