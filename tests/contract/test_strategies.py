@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,9 +180,9 @@ def reference(case: Case) -> Outcome:
     )
 
 
-def spread(case: Case) -> RunConfig:
+def spread(case: Case, run_dir: str) -> RunConfig:
     return RunConfig(
-        run_dir=tempfile.mkdtemp(prefix="strategies-"),
+        run_dir=run_dir,
         training=TrainingConfig(max_steps=case.steps, clip_norm=case.clip, precision=case.precision),
         data=DataConfig(global_batch=SAMPLES - SAMPLES % case.shards, shards=case.shards),
         strategy=case.strategy,
@@ -226,7 +227,8 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 
 
 def outcomes(case: Case, world_size: int) -> list[Outcome]:
-    return run_ranks(train, world_size, case, spread(case))
+    with tempfile.TemporaryDirectory(prefix="strategies-") as run_dir:
+        return run_ranks(train, world_size, case, spread(case, run_dir))
 
 
 def check_same(case: Case, world_size: int, **tolerance: float) -> Outcome:
@@ -423,13 +425,13 @@ def test_every_kind_of_buffer_is_made_equal(strategy: StrategyConfig) -> None:
         (fsdp(cpu_offload=True), "strategy.fsdp.cpu_offload"),
     ],
 )
-def test_what_cannot_work_names_its_field(strategy: StrategyConfig, word: str) -> None:
+def test_what_cannot_work_names_its_field(strategy: StrategyConfig, word: str, tmp_path: Path) -> None:
     class Listed(Net):
         def __init__(self) -> None:
             super().__init__()
             self.list = nn.ModuleList([Block(2)])
 
-    config = spread(Case(strategy=strategy))
+    config = spread(Case(strategy=strategy), str(tmp_path))
     with pytest.raises(ElasticRunnerError, match=word) as caught, er.Worker(config) as worker:
         worker.prepare(Listed())
     assert not caught.value.restartable
