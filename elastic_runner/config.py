@@ -290,5 +290,6 @@ def nested_options(options: dict[str, str]) -> dict[str, Any]:
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"storage option {dotted!r}: {name!r} has a value of its own already")
-        place[leaf] = value
+        # Flags are text; filesystems take booleans such as anon as what they are.
+        place[leaf] = {"true": True, "false": False}.get(value.lower(), value)
     return result

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +35,25 @@ class Killed:
     """When, seconds since the epoch."""
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all its descendants; torch's agent starts each worker in a session of its own."""
+    below = [pid]
+    for parent in below:
+        for children in Path("/proc").glob(f"{parent}/task/*/children"):
+            with suppress(OSError):
+                below.extend(int(child) for child in children.read_text().split())
+    for each in below:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
 def launch_command(workers: int, *script: str) -> list[str]:
     """``elastic-runner launch`` of ``script`` (``-m MODULE`` or a file, and its arguments) on this node."""
     return [sys.executable, "-m", "elastic_runner", "launch", f"--nproc-per-node={workers}", *script]
 
 
 class ObservedRun:
-    """``command`` in a process group of its own, its output in ``launch.log`` in the run directory it is given.
+    """``command`` in a session of its own, its output in ``launch.log`` in the run directory it is given.
 
     ``command`` is a launcher with a script that takes ``--run-dir``, for instance what ``launch_command`` makes.
     """
@@ -65,10 +78,9 @@ class ObservedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Nothing of the run is left behind."""
-        process = self.process
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if self.process.poll() is None:
+            kill_tree(self.process.pid)
+            self.process.wait()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch.distributed as dist
-
 from elastic_runner.data.random import seed_all
 from elastic_runner.errors import LoopError
 from elastic_runner.observability.progress import StepProgress
-from elastic_runner.train.record import RunRecord
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step, StepPlace
 
@@ -18,8 +15,6 @@ from elastic_runner.train.step import Step, StepPlace
 class LoopPlace(StepPlace, Protocol):
     """What the loop needs of its worker."""
 
-    record: RunRecord
-    """Where steps are recorded."""
     draining: bool
     """Set once the ranks have agreed to stop."""
 
@@ -63,27 +58,3 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             place.draining = step.draining
             progress.step(number, step.result.loss)
             phase = "step"
-
-
-def record_step(step: Step, place: LoopPlace) -> None:
-    """The ledger line of a step just committed."""
-    result, span = step.result, step.span
-    if result is None:
-        raise LoopError("a step is recorded after optimize()")
-    place.record.step(
-        {
-            "step": step.number,
-            "epoch": span.epoch,
-            "first": span.first,
-            "last": span.last,
-            "padded": span.padded,
-            "dropped": span.dropped,
-            "length": span.length,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "scale": result.scale,
-            "updated": result.updated,
-            "world": dist.get_world_size(),
-        }
-    )

@@ -1,4 +1,4 @@
-"""The run's record on global rank 0: ledger lines and the summary. The other ranks hold one that does nothing."""
+"""The run's record: ledger lines and the summary, written by global rank 0. A failure is written by who had it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic_runner import paths
-from elastic_runner.data.ledger import LedgerWriter, effective, read_records, tally
+from elastic_runner.data.ledger import LedgerWriter, Tally, effective, read_records, tally
 from elastic_runner.errors import NotFound
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
@@ -43,9 +43,17 @@ class RunRecord(Protocol):
         """The attempt is over."""
         ...
 
+    def fail(self, message: str, *, consequence: bool) -> None:
+        """The attempt ends by an error here; ``consequence``: of another rank's, whose reason is the better one."""
+        ...
 
-class NoRecord:
-    """For all ranks but the main one."""
+
+class PeerRecord:
+    """For all ranks but the main one: only a failure of its own is written."""
+
+    def __init__(self, storage: Storage, *, attempt: int) -> None:
+        self._storage = storage
+        self._attempt = attempt
 
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
         """Nothing."""
@@ -65,6 +73,13 @@ class NoRecord:
     def end(self, status: Status, message: str = "") -> None:
         """Nothing."""
 
+    def fail(self, message: str, *, consequence: bool) -> None:
+        """Say in the summary why, unless a newer attempt has it."""
+        summary = read_summary(self._storage)
+        if summary is not None and summary.attempt == self._attempt and not consequence:
+            changed = dataclasses.replace(summary, status="failed", message=message, updated=time.time())
+            self._storage.put(paths.SUMMARY, encode(changed))
+
 
 class MainRecord:
     """Writes the ledger as it goes and the summary at start, save, evaluation and end."""
@@ -73,7 +88,11 @@ class MainRecord:
         self._storage = storage
         self._attempt = attempt
         self._ledger = LedgerWriter(storage, attempt)
-        self._summary = RunSummary(status="running", attempt=attempt, target_step=target_step, restarts=restarts)
+        self._tally: Tally | None = None
+        # What the run stood at stays true until the attempt has restored.
+        self._summary = read_summary(storage) or RunSummary(status="running")
+        self._set(status="running", attempt=attempt, target_step=target_step, restarts=restarts, message="")
+        self._publish()
 
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
         """Count what led here, then open the ledger of this attempt."""
@@ -92,7 +111,8 @@ class MainRecord:
         """Add a line; the summary follows at the next save."""
         record = {"event": "step", **_as_json(record)}
         self._append(record)
-        self._tally.add(record)
+        if self._tally is not None:
+            self._tally.add(record)
         self._set(step=record["step"], train_loss=record["loss"])
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -103,7 +123,7 @@ class MainRecord:
         self._publish()
 
     def saving(self) -> None:
-        """Make the ledger durable first: lines beyond a checkpoint are rewound, but lines missing below never return."""
+        """Make the ledger durable first: lines beyond a checkpoint are rewound, lines missing below never return."""
         self._ledger.flush()
 
     def saved(self, step: int) -> None:
@@ -116,6 +136,13 @@ class MainRecord:
         self._set(status=status, message=message)
         self._publish()
 
+    def fail(self, message: str, *, consequence: bool) -> None:
+        """Close as failed; the reason of the rank that failed first is kept."""
+        told = read_summary(self._storage) if consequence else None
+        if told is not None and told.attempt == self._attempt and told.status == "failed":
+            message = told.message
+        self.end("failed", message)
+
     def _append(self, record: dict[str, Any]) -> None:
         self._ledger.append({**record, "attempt": self._attempt, "time": round(time.time(), 3)})
 
@@ -124,8 +151,7 @@ class MainRecord:
 
     def _publish(self) -> None:
         self._ledger.flush()
-        if hasattr(self, "_tally"):
-            count = self._tally
+        if (count := self._tally) is not None:
             self._set(
                 samples_seen=count.samples,
                 samples_repeated=count.repeated,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from elastic_runner.coordination import Place
 from elastic_runner.data.random import seed_all
 from elastic_runner.data.source import Microbatch, Span
 from elastic_runner.errors import LoopError, NonFiniteError
+from elastic_runner.train.record import RunRecord
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.synchronize import accumulation, exchange, exchanging
 
@@ -27,6 +28,8 @@ class StepPlace(Place, Protocol):
 
     config: RunConfig
     """The run."""
+    record: RunRecord
+    """Where committed steps are recorded."""
 
     @property
     def stop_requested(self) -> bool:
@@ -111,7 +114,8 @@ class Step:
         """Backward of this microbatch's share of the global loss.
 
         ``loss`` is the mean over the microbatch's samples, or over its ``tokens`` where that is given: the gradient is
-        then the mean over all samples, or all tokens, of the global batch, however unevenly they are spread.
+        then the mean over all samples, or all tokens, of the global batch, however unevenly they are spread. A
+        microbatch without a token still needs its backward: divide by ``max(tokens, 1)``, not by 0.
         Raises LoopError outside of ``microbatches``.
         """
         if self._current is None or self._done >= self._turns:
@@ -163,6 +167,8 @@ class Step:
         self._state.step = self.number
         self._state.data.commit()
         self.result = StepResult(loss=loss, grad_norm=norm, lr=lr, scale=scale, updated=finite)
+        world = self._place.coordinator.world_size
+        self._place.record.step({"step": self.number, **asdict(self.span), **asdict(self.result), "world": world})
         return self.result
 
     def _reduce_totals(self) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
+from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, PeerLost, PhaseTimeout
 from elastic_runner.worker.deadline import leave_soon
 
 _CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused")
@@ -31,13 +31,20 @@ def exit_code(error: BaseException) -> int:
     return ExitCode.FAILED
 
 
+def is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that a peer is gone or does not come."""
+    return isinstance(error, (PeerLost, PhaseTimeout)) or (
+        isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)) is not None
+    )
+
+
 def describe(error: BaseException, where: str, *, with_traceback: bool) -> str:
     """What a person reads: one line for our own errors, the traceback for all others or on request."""
     if isinstance(error, Interrupted):
         return f"elastic_runner: {error}"
     if isinstance(error, ElasticRunnerError) and not with_traceback:
         return f"elastic_runner: error: {where}: {type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)):
+    if is_consequence(error):
         where += " (a peer went away: look for the first error of another rank)"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return f"elastic_runner: error: {where}:\n{trace.rstrip()}"

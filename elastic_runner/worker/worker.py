@@ -26,8 +26,8 @@ from elastic_runner.errors import Interrupted
 from elastic_runner.observability.logs import ensure_logging
 from elastic_runner.storage import open_storage
 from elastic_runner.train import evaluate as evaluation
-from elastic_runner.train.loop import record_step, run_steps
-from elastic_runner.train.record import MainRecord, NoRecord, RunRecord, read_summary
+from elastic_runner.train.loop import run_steps
+from elastic_runner.train.record import MainRecord, PeerRecord, RunRecord, read_summary
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
 from elastic_runner.train.strategy import check_strategy, prepare
@@ -153,16 +153,7 @@ class Worker:
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
         self._state = state
-        for step in run_steps(state, self):
-            optimize = step.optimize
-
-            def optimize_and_record(step: Step = step, optimize: Callable[[], Any] = optimize) -> Any:
-                result = optimize()
-                record_step(step, self)
-                return result
-
-            step.optimize = optimize_and_record  # type: ignore[method-assign]
-            yield step
+        return run_steps(state, self)
 
     def evaluate(
         self,
@@ -248,7 +239,7 @@ class Worker:
         facts = {"world_size": self.world_size, "workers": [{"host": h, "pid": p} for h, p in pids]}
         self.attempt, taken = self.coordinator.once("attempt", lambda: self._take_attempt(facts))
         restarts = taken - 1
-        self.record = NoRecord()
+        self.record = PeerRecord(self.storage, attempt=self.attempt)
         if self.is_main:
             self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
@@ -266,6 +257,8 @@ class Worker:
         self.coordinator.gather("finish", step)
         if not self.draining or step >= target:
             self.record.end("finished")
+            if self.is_main:
+                log.info("finished at step %d of %d: %s", step, target, self.storage.url)
             return None
         begun = self._state.begun_at if self._state else step
         kept = "saved" if self._saved_step == step or step == begun else "NOT saved (call checkpointer.maybe_save)"
@@ -284,7 +277,8 @@ class Worker:
             self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
             message = f"{type(error).__name__}: {error}"[:500]
-            report.in_time(lambda: self.record.end("failed", message))
+            consequence = report.is_consequence(error)
+            report.in_time(lambda: self.record.fail(message, consequence=consequence))
         if self.world_size == 1:
             # A program that called us may catch the error and go on.
             self._leave_groups()

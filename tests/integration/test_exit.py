@@ -11,13 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_runner import paths
+from elastic_runner.chaos.driver import kill_tree
 
 SCRIPT = '''
 import os, signal, sys, time
@@ -149,10 +149,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for run in runs:
-        # The session is ours: no worker of a killed agent may stay behind.
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.wait()
+        if run.process.poll() is None:
+            kill_tree(run.process.pid)
+            run.process.wait()
 
 
 def summary(directory: Path) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch.distributed as dist
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -29,10 +30,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
 
     ``function`` must be importable (module level). Raises RankFailed with every rank's error. No rank survives.
     """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    # Hosted here, as an agent would: no port is chosen before it is bound.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = CONTEXT.Pipe(duplex=False)
@@ -42,7 +41,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": world_size,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
             "OMP_NUM_THREADS": 1,
         }
         process = CONTEXT.Process(target=_run, args=(sender, variables, function, args))

@@ -195,3 +195,8 @@ def test_an_uncaught_config_error_exits_with_2(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "training.max_steps" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_options_of_filesystems_nest_and_know_true_and_false() -> None:
+    options = {"anon": "false", "client_kwargs.endpoint_url": "http://host", "client_kwargs.verify": "True"}
+    assert nested_options(options) == {"anon": False, "client_kwargs": {"endpoint_url": "http://host", "verify": True}}
