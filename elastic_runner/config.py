@@ -5,20 +5,19 @@ Order of precedence: flags, then the file (``--config FILE`` or ``ELASTIC_RUNNER
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from annotated_types import Ge, Gt
 from pydantic.dataclasses import dataclass
 
-from elastic_runner.environment import TRACEBACK, read_environment
-from elastic_runner.errors import ConfigError, ElasticRunnerError, Interrupted
+from elastic_runner.environment import read_environment
+from elastic_runner.errors import ConfigError
+from elastic_runner.uncaught import exit_by_code
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -240,29 +239,6 @@ def load_config(cls: type[C] = RunConfig, args: Sequence[str] | None = None) -> 
     path, arguments = _take_config_flag(arguments, environment.config_file)
     default = cls() if path is None else read_config(cls, path)
     return tyro.cli(cls, default=default, args=arguments, console_outputs=environment.local_rank == 0)
-
-
-def exit_by_code() -> None:
-    """From now on, an uncaught error of ours ends this process with its documented exit code."""
-    if getattr(sys.excepthook, "exits_by_code", False):
-        return
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ElasticRunnerError):
-            previous(kind, error, trace)
-            return
-        if read_environment({TRACEBACK: os.environ.get(TRACEBACK, "")}).traceback:
-            previous(kind, error, trace)
-        else:
-            what = "" if isinstance(error, Interrupted) else f"error: {kind.__name__}: "
-            print(f"elastic_runner: {what}{error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-    hook.exits_by_code = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
 
 
 def _take_config_flag(arguments: list[str], path: str | None) -> tuple[str | None, list[str]]:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from elastic_runner.checkpoint.capture import Parts
-from elastic_runner.config import RunConfig, exit_by_code
+from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.environment import Environment, read_environment
@@ -32,6 +32,7 @@ from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
 from elastic_runner.train.strategy import check_strategy, prepare
 from elastic_runner.train.synchronize import make_buffers_equal
+from elastic_runner.uncaught import exit_by_code
 from elastic_runner.worker import attempt as attempts
 from elastic_runner.worker import report
 from elastic_runner.worker.deadline import PhaseWatch
