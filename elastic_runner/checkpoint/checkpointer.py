@@ -70,15 +70,18 @@ class FinishedStep(Protocol):
 class Checkpointer:
     """Saves and restores ``parts`` (a TrainState).
 
-    Every method is collective: call it on every rank. An error on any rank is raised on every rank.
+    ``storage``: where; by default what the configuration says. Every method is collective: call it on every rank. An
+    error on any rank is raised on every rank.
     """
 
-    def __init__(self, config: CheckpointConfig, parts: Parts, worker: CheckpointPlace) -> None:
+    def __init__(
+        self, config: CheckpointConfig, parts: Parts, worker: CheckpointPlace, *, storage: Storage | None = None
+    ) -> None:
         self._config = config
         self._parts = parts
         self._worker = worker
         self._coordinator = worker.checkpoint_coordinator
-        self._storage = checkpoint_storage(
+        self._storage = storage or checkpoint_storage(
             config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout
         )
         self._saved_step: int | None = None
