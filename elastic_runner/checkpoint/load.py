@@ -194,8 +194,9 @@ class _Loading:
         origins = {parameter: origin(name) for parameter, name in present.items()}
         order = [[origins[p] for p in group["params"]] for group in optimizer.param_groups]
         self._settings = match_groups(groups, order)
+        group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, name in origins.items():
-            group = self._group_of(parameter)
+            group = group_of[parameter]
             self._optimizer[parameter] = dict(self._plain["optimizer.plain"].get(name, {}))
             for field, key in found.get(name, {}).items():
                 # Its own tensor, also where two parameters were one when they were saved.
@@ -231,9 +232,6 @@ class _Loading:
             self._consumed.update(keys[name])
         if gone:
             log.warning("optimizer state is dropped for parameters not trained any more: %s", ", ".join(gone))
-
-    def _group_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        return next(g for g in self._parts.optimizer.param_groups if any(p is parameter for p in g["params"]))
 
     def _like(self, parameter: torch.Tensor, key: str, field: str, group: Mapping[str, Any]) -> torch.Tensor:
         saved = self._saved[key]
