@@ -26,7 +26,7 @@ verbs:
   checkpoint ls|verify URL                            list checkpoints, or check every byte of them
 
 exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or configuration ·
-            3 do not retry: program, model or checkpoints must change · 75 interrupted and saved, start again
+            3 do not retry: program, model or checkpoints must change · 75 interrupted, start again
 
 'elastic-runner VERB --help' says more. ELASTIC_RUNNER_TRACEBACK=1 shows whole tracebacks."""
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, MinLen
 from pydantic.dataclasses import dataclass
 
 from elastic_runner.environment import read_environment
-from elastic_runner.errors import ConfigError
+from elastic_runner.errors import ConfigError, ExitCode
 from elastic_runner.uncaught import exit_by_code
+from elastic_runner.verdict import Verdict, tell
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -158,6 +159,8 @@ class TimeoutConfig:
     """Selecting, verifying and loading a checkpoint."""
     evaluate: Seconds = 1800
     """One evaluation."""
+    on_main: Seconds = 3600
+    """What one rank does while the others wait (worker.on_main, worker.local_main_first), such as a download."""
     teardown: Seconds = 60
     """Leaving the process groups."""
     storage: Seconds = 300
@@ -168,14 +171,15 @@ class TimeoutConfig:
 class RunConfig:
     """A training run. Recipes derive from it and add sections of their own."""
 
-    run_dir: str = "runs/default"
+    run_dir: Annotated[str, MinLen(1)] = "runs/default"
     """Directory or fsspec URL of the run, shared by all nodes: summary, ledger, attempts, checkpoints."""
     storage_options: dict[str, str] = field(default_factory=dict)
     """Options of run_dir's filesystem, as in checkpoint.options. Never logged."""
     seed: int = 0
     """Decides initial weights, sample order and every random number of the run."""
     determinism: Literal["order", "off"] = "order"
-    """order: same samples in the same order and the same random numbers at any world size. off: order only."""
+    """order: same samples in the same order and the same random numbers at any world size. off: the same samples;
+    random numbers differ by rank and attempt."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The optimisation loop."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -238,7 +242,17 @@ def load_config(cls: type[C] = RunConfig, args: Sequence[str] | None = None) -> 
     environment = read_environment()
     path, arguments = _take_config_flag(arguments, environment.config_file)
     default = cls() if path is None else read_config(cls, path)
-    return tyro.cli(cls, default=default, args=arguments, console_outputs=environment.local_rank == 0)
+    about = (
+        f"{cls.__doc__}\n\nSettings can also come from a TOML file: --config FILE, or ELASTIC_RUNNER_CONFIG; flags win."
+    )
+    try:
+        return tyro.cli(
+            cls, default=default, args=arguments, description=about, console_outputs=environment.local_rank == 0
+        )
+    except SystemExit as left:
+        if left.code == ExitCode.USAGE:
+            tell(environment.agent_dir, Verdict(code=left.code, message="wrong command line", final=True))
+        raise
 
 
 def _take_config_flag(arguments: list[str], path: str | None) -> tuple[str | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from elastic_runner.errors import ConfigError
 CONFIG_FILE = "ELASTIC_RUNNER_CONFIG"
 AGENT_DIR = "ELASTIC_RUNNER_AGENT_DIR"
 TRACEBACK = "ELASTIC_RUNNER_TRACEBACK"
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Signals by which schedulers, agents and people ask a run to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)

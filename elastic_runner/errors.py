@@ -23,7 +23,7 @@
     │   ├── Damaged                                         bytes are not those that were written
     │   ├── NotData                    3  not restartable   a file would run code when loaded; refused
     │   ├── Mismatch                   3  not restartable   the state does not fit the model; names the keys
-    │   ├── Fenced                                          a newer attempt has taken over this run
+    │   ├── Fenced                 3  not restartable   a newer attempt has taken over this run
     │   └── NoUsableCheckpoint         3  not restartable   checkpoints exist and none can be used
     └── Interrupted                   75  restartable       asked to stop; saved; start me again
 """
@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
     DO_NOT_RETRY = 3
     """The program, its model or its checkpoints must be changed first."""
     INTERRUPTED = 75
-    """Asked to stop and saved (EX_TEMPFAIL): start the same command again."""
+    """Asked to stop (EX_TEMPFAIL): saved where there was time; start the same command again."""
 
 
 class ElasticRunnerError(Exception):
@@ -173,7 +173,10 @@ class Mismatch(CheckpointError):
 
 
 class Fenced(CheckpointError):
-    """A newer attempt owns the run; this process must not commit."""
+    """A newer attempt owns the run; this process must not commit, nor take the run back by a restart."""
+
+    exit_code = ExitCode.DO_NOT_RETRY
+    restartable = False
 
 
 class NoUsableCheckpoint(CheckpointError):

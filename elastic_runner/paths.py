@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 SUMMARY = "summary.json"
-CONFIG = "config.json"
 SAMPLE = "sample.txt"
 ATTEMPTS = "attempts"
 LEDGER = "ledger"

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from elastic_runner.environment import read_environment
 from elastic_runner.errors import ConfigError, ElasticRunnerError, Interrupted
+from elastic_runner.verdict import Verdict, tell
 
 
 def exit_by_code() -> None:
@@ -20,7 +21,9 @@ def exit_by_code() -> None:
         if not isinstance(error, ElasticRunnerError):
             previous(kind, error, trace)
             return
-        rank, whole = _place()
+        rank, whole, agent_dir = _place()
+        final = not error.restartable or isinstance(error, Interrupted)
+        tell(agent_dir, Verdict(code=error.exit_code, message=f"rank {rank}: {kind.__name__}: {error}", final=final))
         if whole:
             previous(kind, error, trace)
         elif not isinstance(error, Interrupted):
@@ -35,10 +38,10 @@ def exit_by_code() -> None:
     sys.excepthook = hook
 
 
-def _place() -> tuple[int, bool]:
-    """Rank, and whether the whole traceback is wanted; the environment itself may be what is wrong."""
+def _place() -> tuple[int, bool, str | None]:
+    """Rank, whether the whole traceback is wanted, the launcher; the environment itself may be what is wrong."""
     try:
         environment = read_environment()
     except ConfigError:
-        return 0, False
-    return environment.rank, environment.traceback
+        return 0, False, None
+    return environment.rank, environment.traceback, environment.agent_dir

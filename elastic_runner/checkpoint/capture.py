@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
 from elastic_runner.errors import StateError
@@ -58,6 +59,11 @@ class Captured:
     """Tensors (DTensors where sharded), not copied."""
     plain: dict[str, Any] = field(default_factory=dict)
     """Plain data that a weights-only load accepts."""
+
+    def only_shared(self) -> Captured:
+        """What ranks other than 0 contribute: model, optimizer and shards. All else is rank 0's, never a mixture."""
+        tensors = {k: t for k, t in self.tensors.items() if not k.startswith("state.") or isinstance(t, DTensor)}
+        return Captured(tensors=tensors)
 
 
 def capture(parts: Parts) -> Captured:

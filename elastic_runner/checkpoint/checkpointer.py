@@ -154,6 +154,8 @@ class Checkpointer:
                 "save: write full", lambda: write_full(self._storage, directory, captured, whole)
             )
         writer = ShardedWriter(self._storage, directory)
+        if not self._coordinator.is_main:
+            captured = captured.only_shared()
         with mapped_dcp("save: write"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             dcp.save(
@@ -187,8 +189,19 @@ class Checkpointer:
                     if manifest.step == step:
                         self._storage.delete(manifest.path)  # first, so that no half-deleted one counts
                 self._storage.delete(paths.step_directory(step))
+            self._sweep({manifest.step for manifest in manifests})
         except StorageError as error:
             log.warning("old checkpoints could not be deleted: %s", error)
+
+    def _sweep(self, committed: set[int]) -> None:
+        """Delete what saves that were never committed have left, below the oldest committed step."""
+        for name in self._storage.list(""):
+            step = paths.step_number(name)
+            if step is None or step >= min(committed):
+                continue
+            # One with a manifest, also a damaged one, was committed once and is left for people to look at.
+            if not any(paths.manifest_attempt(file) is not None for file in self._storage.list(name)):
+                self._storage.delete(name)
 
     def _verify(self, manifest: Manifest) -> str | None:
         """Check the files, shared out among the ranks; the first reason found, agreed by all."""

@@ -10,7 +10,7 @@ from multiprocessing import parent_process
 from threading import Thread
 from typing import Any
 
-_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from elastic_runner.environment import NOTICES
 
 _PARENT_CHECK_S = 1.0
 
@@ -18,7 +18,7 @@ _PARENT_CHECK_S = 1.0
 @contextmanager
 def notices_held() -> Iterator[None]:
     """Start loader processes inside: a notice that comes meanwhile must not meet one without its shield."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:
         yield
     finally:
@@ -32,10 +32,10 @@ def shield(_: int) -> None:
     So does the parent's death. torch looks for that only between batches, and a process that blocks on a full pipe
     to its dead parent would stay.
     """
-    for number in _NOTICES[1:]:
+    for number in NOTICES[1:]:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOTICES[1:])
-    signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES[:1])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES[1:])
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES[:1])
     Thread(target=_leave_with_parent, args=(parent_process(), os.getppid()), daemon=True).start()
 
 
@@ -43,7 +43,7 @@ def _leave_with_parent(parent: Any, starter: int) -> None:
     # A forked process holds what would tell those forked before it that the parent is dead, so each looks at who
     # started it as well. That is the parent when forked, and a server where Python's start method is "forkserver".
     while os.getppid() == starter and parent.is_alive():
-        notice = signal.sigtimedwait(_NOTICES[:1], _PARENT_CHECK_S)
+        notice = signal.sigtimedwait(NOTICES[:1], _PARENT_CHECK_S)
         if notice is not None and notice.si_pid == parent.pid:
             break
     os._exit(0)

@@ -1,7 +1,8 @@
 """``elastic-runner launch``: torchrun's own command line and agent, with defaults and exit codes of ours.
 
-What stock torchrun 2.13 does and this changes: the store is not shared across restarts, three restarts are allowed,
-the exit code is the documented one of the worker that failed first, and the run's summary says that it failed.
+What stock torchrun 2.13 does and this changes: the store is not shared across restarts; three restarts are allowed,
+and none where a worker says that none can help; SIGUSR1 is a notice like SIGTERM; draining workers have ten minutes
+instead of 30 s; the exit code is the documented one of the worker that failed first, and the summary says why.
 """
 
 from __future__ import annotations
@@ -12,46 +13,76 @@ import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from elastic_runner import paths
+from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR
-from elastic_runner.errors import ElasticRunnerError, ExitCode, PeerLost, PhaseTimeout
-from elastic_runner.observability.summary import RunSummary, decode, encode
-from elastic_runner.storage import Storage, open_storage
+from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode, PeerLost, PhaseTimeout
+from elastic_runner.launch.agent import EndOfJob, heeding_verdicts
+from elastic_runner.observability.summary import decode, encode
+from elastic_runner.storage import open_storage
+from elastic_runner.verdict import Verdict
 
 MAX_RESTARTS = 3
 
-_CODES = {code.value for code in ExitCode}
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Forwarded to the workers, which drain."""
+
+DRAIN_SECONDS = 600
+"""Given to workers to finish a step and a save after a signal, before they are killed; torchrun's is 30."""
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run the workers to their end; ``arguments`` are torchrun's. Returns a documented exit code."""
+    """Run the workers to their end; ``arguments`` are torchrun's. Returns a documented exit code.
+
+    Raises ConfigError for values that torchrun cannot use.
+    """
     parser = torchrun.get_args_parser()
     parser.prog = "elastic-runner launch"
-    parser.set_defaults(max_restarts=MAX_RESTARTS)
+    known = vars(parser.parse_args(["script"]))
+    defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
+    parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
     options = parser.parse_args(list(arguments))
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
-    with _agent_directory() as directory:
+    with _agent_directory() as directory, heeding_verdicts(directory):
         try:
             torchrun.run(options)
+        except EndOfJob as end:
+            return _ended(end.verdict)
         except ChildFailedError as error:
-            rank, failure = root_cause(error.failures)
-            code = failure.exitcode if failure.exitcode in _CODES else ExitCode.FAILED
-            reason = f"rank {rank} ended first: {_describe(failure.exitcode)}"
-            if code != ExitCode.INTERRUPTED:
-                _mark_failed(directory, reason)
-            print(f"elastic-runner: {ExitCode(code).name.lower()} ({int(code)}): {reason}", flush=True)
-            return int(code)
+            return _ended(verdict.read(directory) or _killed(directory, error))
         except SignalException as error:
-            return _after_signal(directory, error)
+            unsaved = Verdict(
+                code=ExitCode.INTERRUPTED,
+                message=f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands",
+                final=True,
+            )
+            return _ended(verdict.read(directory) or unsaved)
+        except (ValueError, RendezvousError) as error:
+            raise ConfigError(f"torchrun: {error}") from error
     return ExitCode.FINISHED
+
+
+def _ended(given: Verdict) -> int:
+    if given.code != ExitCode.FINISHED:
+        print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)
+    return given.code
+
+
+def _killed(directory: str, error: ChildFailedError) -> Verdict:
+    """No worker could say why: the one that was killed could not, and its peers know only that they lost it."""
+    rank, failure = root_cause(error.failures)
+    how = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    message = f"rank {rank} ended first: {how}"
+    _mark_failed(directory, message)
+    code = failure.exitcode if failure.exitcode in set(ExitCode) else ExitCode.FAILED
+    return Verdict(code=int(code), message=message, final=False)
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -71,44 +102,23 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
     return min(failures.items(), key=order)
 
 
-def _describe(exitcode: int) -> str:
-    return f"killed by signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
-
-
-def _after_signal(directory: Path, error: SignalException) -> int:
-    """The agent was told to stop, and its workers have drained, or not, within torchrun's --shutdown-timeout."""
-    summary = _read(directory)
-    status = summary[1].status if summary else None
-    if status == "finished":
-        return ExitCode.FINISHED
-    if status == "interrupted":
-        print("elastic-runner: interrupted and saved; start the same command again", flush=True)
-    else:
-        print(f"elastic-runner: stopped by {error.sigval.name} before the workers had saved", flush=True)
-    return ExitCode.INTERRUPTED
-
-
 @contextmanager
-def _agent_directory() -> Iterator[Path]:
+def _agent_directory() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="elastic-runner-agent-") as directory:
         os.environ[AGENT_DIR] = directory
         try:
-            yield Path(directory)
+            yield directory
         finally:
             del os.environ[AGENT_DIR]
 
 
-def _read(directory: Path) -> tuple[Storage, RunSummary] | None:
-    """The summary of the run that the workers have named, if they got so far."""
-    with suppress(OSError, ElasticRunnerError, ValueError):
-        storage = open_storage((directory / "run_dir").read_text())
-        return storage, decode(storage.read(paths.SUMMARY))
-    return None
-
-
-def _mark_failed(directory: Path, reason: str) -> None:
-    """A worker that was killed could not say so itself, and its peers know only that they lost it."""
-    found = _read(directory)
-    if found is not None and found[1].status in ("running", "failed"):
-        storage, summary = found
-        storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=reason)))
+def _mark_failed(directory: str, reason: str) -> None:
+    """Say in the run's summary what a worker could not say itself."""
+    run = verdict.read_place(directory)
+    if run is None:
+        return
+    with suppress(ElasticRunnerError, ValueError):
+        storage = open_storage(run.url, run.options)
+        summary = decode(storage.read(paths.SUMMARY))
+        if summary.status in ("running", "failed"):
+            storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=reason)))

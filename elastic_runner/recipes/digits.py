@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Gt
+from annotated_types import Gt, MinLen
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -26,7 +26,7 @@ from elastic_runner.errors import ConfigError
 class DigitsConfig(er.RunConfig):
     """Train a digit classifier."""
 
-    run_dir: str = "runs/digits"
+    run_dir: Annotated[str, MinLen(1)] = "runs/digits"
     """Directory or fsspec URL of the run, shared by all nodes: summary, ledger, attempts, checkpoints."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(max_steps=120))
     """The optimisation loop."""

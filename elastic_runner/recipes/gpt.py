@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Lt, MinLen
 from pydantic.dataclasses import dataclass
 from torch import nn
 
@@ -74,7 +74,7 @@ class EvaluationConfig:
 class GptConfig(er.RunConfig):
     """Train a byte-level GPT."""
 
-    run_dir: str = "runs/gpt"
+    run_dir: Annotated[str, MinLen(1)] = "runs/gpt"
     """Directory or fsspec URL of the run, shared by all nodes: summary, ledger, attempts, checkpoints."""
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(max_steps=300, clip_norm=1.0))
     """The optimisation loop."""

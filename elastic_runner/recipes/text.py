@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from dataclasses import field
 from fnmatch import fnmatch
@@ -30,7 +31,7 @@ class TextConfig:
     options: dict[str, str] = field(default_factory=dict)
     """Options of that filesystem, as in checkpoint.options."""
     validation_percent: Annotated[int, Ge(1), Le(50)] = 5
-    """Share of files kept for validation; a file's name decides, so the split never changes."""
+    """Share of files kept for validation; a file's path below the common folder decides, wherever that is."""
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -44,6 +45,8 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return max(0, (len(self._data) - 1) // self._context)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
         start = index * self._context
         window = torch.from_numpy(self._data[start : start + self._context + 1].astype(np.int64))
         return window[:-1], window[1:]
@@ -54,8 +57,9 @@ def load_text(config: TextConfig, context: int) -> tuple[Windows, Windows]:
     train: list[bytes] = []
     validation: list[bytes] = []
     filesystem, names = _files(config)
+    root = os.path.commonpath(names) if len(names) > 1 else ""
     for name in names:
-        chosen = validation if key_of("split", name) % 100 < config.validation_percent else train
+        chosen = validation if key_of("split", name.removeprefix(root)) % 100 < config.validation_percent else train
         chosen.append(filesystem.cat_file(name))
     parts = [Windows(np.frombuffer(b"".join(part), dtype=np.uint8), context) for part in (train, validation)]
     if not all(len(part) for part in parts):

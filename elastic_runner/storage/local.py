@@ -17,8 +17,6 @@ from elastic_runner.storage.protocol import DigestWriter, WriteAll
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-
 
 class LocalStorage:
     """A directory, created when first written to."""

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.data.source import to_device
-from elastic_runner.errors import ConfigError
+from elastic_runner.errors import ConfigError, LoopError
 from elastic_runner.train.step import StepPlace, autocast
 from elastic_runner.train.synchronize import for_evaluation, make_buffers_equal
 
@@ -32,31 +32,37 @@ def evaluate(
     *,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
+    stoppable: bool = True,
 ) -> dict[str, float]:
     """Mean over all samples of ``dataset`` of each value that ``metric(model, batch)`` returns, shape [samples].
 
-    Runs in eval mode without gradients and leaves the model in the mode it was in. Buffers are made equal on all
-    ranks first. Random numbers are keyed by the batch. When the ranks agree to stop meanwhile, it ends early and
-    returns {}. Collective. Raises ConfigError for an empty dataset, or values that are not one per sample.
+    Runs in eval mode without gradients and leaves every module in the mode it was in. Buffers are made equal on all
+    ranks first. Random numbers are keyed by the batch. When a rank is asked to stop meanwhile and it is ``stoppable``,
+    it ends early on all ranks and returns {}. Collective. Raises ConfigError for an empty dataset, LoopError for values
+    that are not one per sample.
     """
     length = len(cast(Sized, dataset))
     if length == 0:
         raise ConfigError("the evaluation dataset is empty")
-    make_buffers_equal(model)
-    called, was_training = for_evaluation(model), model.training
-    model.eval()
-    try:
-        with place.phase("evaluate"), torch.no_grad(), autocast(place.config, place.device):
-            sums = _sums(called, dataset, length, metric, place, batch_size, collate_fn)
-    finally:
-        model.train(was_training)
-    if sums is None:
-        return {}
-    gathered = place.coordinator.gather("evaluation", sums)
+    modes = {module: module.training for module in model.modules()}
+    with place.phase("evaluate"):
+        # Labelled, so that an evaluation on one rank alone is noticed at once.
+        place.coordinator.gather("evaluation begins", None)
+        make_buffers_equal(model)
+        model.eval()
+        try:
+            with torch.no_grad(), autocast(place.config, place.device):
+                sums = _sums(for_evaluation(model), dataset, length, metric, place, batch_size, collate_fn, stoppable)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        if sums is None:
+            return {}
+        gathered = place.coordinator.gather("evaluation", sums)
     grid = {index: values for part in gathered for index, values in part.items()}
     names = sorted(grid[0])
     if any(sorted(values) != names for values in grid.values()):
-        raise ConfigError(f"the metric must return the same names for every batch; the first gave {', '.join(names)}")
+        raise LoopError(f"the metric must return the same names for every batch; the first gave {', '.join(names)}")
     return {name: sum(grid[index][name] for index in sorted(grid)) / length for name in names}
 
 
@@ -68,6 +74,7 @@ def _sums(
     place: StepPlace,
     batch_size: int,
     collate_fn: Callable[[list[Any]], Any],
+    stoppable: bool,
 ) -> dict[int, dict[str, float]] | None:
     """Sums of each value by batch number, for this rank's batches; None when stopped."""
     coordinator = place.coordinator
@@ -77,7 +84,7 @@ def _sums(
     rounds = -(-batches // world)
     sums: dict[int, dict[str, float]] = {}
     for turn in range(rounds):
-        if _stop(coordinator, place.stop_requested):
+        if stoppable and _stop(coordinator, place.stop_requested):
             return None
         has_own = turn < len(mine)
         if not has_own and not isinstance(model, FSDPModule):
@@ -95,7 +102,7 @@ def _sums(
 
 def _total(name: str, value: torch.Tensor, samples: int) -> float:
     if value.shape != (samples,):
-        raise ConfigError(f"metric {name!r} must have one value per sample, shape [{samples}], not {list(value.shape)}")
+        raise LoopError(f"metric {name!r} must have one value per sample, shape [{samples}], not {list(value.shape)}")
     return value.double().sum().item()
 
 

@@ -52,6 +52,8 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
                 step = Step(number, state.data.begin(number), state, place)
                 if config.determinism == "order":
                     seed_all(place.seed, "step", number)
+                else:
+                    seed_all(place.seed, "step", number, place.attempt, coordinator.rank)
                 yield step
                 if step.result is None:
                     raise LoopError(f"step {number}: the loop body ended without step.optimize()")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -128,7 +127,6 @@ class MainRecord:
 
     def saved(self, step: int) -> None:
         """Renew the summary."""
-        self._append({"event": "saved", "step": step})
         self._publish()
 
     def end(self, status: Status, message: str = "") -> None:
@@ -159,8 +157,10 @@ class MainRecord:
                 samples_padded=count.padded,
                 samples_dropped=count.dropped,
             )
-        self._set(updated=time.time())
-        self._storage.put(paths.SUMMARY, encode(self._summary))
+        stored = read_summary(self._storage)
+        if stored is None or stored.attempt <= self._attempt:  # a newer attempt's word stands
+            self._set(updated=time.time())
+            self._storage.put(paths.SUMMARY, encode(self._summary))
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,5 +172,5 @@ def read_summary(storage: Storage) -> RunSummary | None:
     """The summary of a run; None when there is none yet."""
     try:
         return decode(storage.read(paths.SUMMARY))
-    except (NotFound, json.JSONDecodeError):
+    except (NotFound, ValueError, TypeError, AttributeError):  # missing, torn, or not a summary
         return None

@@ -19,6 +19,8 @@ _TAKEN = ("trainer", "scaler")
 class TrainState:
     """Model, optimizer and data, an optional schedule, and any further Stateful by keyword (EMA, metrics, ...).
 
+    A further Stateful must be the same on every rank, or sharded as DTensors: a checkpoint holds rank 0's.
+
     ``step`` counts finished optimizer steps. Random numbers need no state: they are keyed by seed, step and shard.
     Raises StateError for a keyword that is taken, or without ``state_dict``/``load_state_dict``.
     """

@@ -20,7 +20,7 @@ from elastic_runner.data.source import Microbatch, Span
 from elastic_runner.errors import LoopError, NonFiniteError
 from elastic_runner.train.record import RunRecord
 from elastic_runner.train.state import TrainState
-from elastic_runner.train.synchronize import accumulation, exchange, exchanging
+from elastic_runner.train.synchronize import accumulation, buffers_kept, exchange, exchanging
 
 
 class StepPlace(Place, Protocol):
@@ -83,7 +83,7 @@ class Step:
         """This rank's batches. While one is out, autocast and gradient synchronisation are set up for it.
 
         Where data.shards does not divide by the ranks of a sharded model, those with fewer shards get their last
-        batch once more: each forward gathers parameters from all ranks. Its loss counts for nothing.
+        batch once more: each forward gathers parameters from all ranks. Its loss and its statistics count for nothing.
         """
         for index, microbatch in enumerate(self._rounds()):
             if index != self._done:
@@ -94,7 +94,8 @@ class Step:
             if self._config.determinism == "order":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
             last = index == self._turns - 1
-            with accumulation(self._state.model, last=last), autocast(self._config, self._place.device):
+            buffers = buffers_kept(self._state.model) if self._extra else nullcontext()
+            with buffers, accumulation(self._state.model, last=last), autocast(self._config, self._place.device):
                 yield microbatch.batch
         self._current = None
 

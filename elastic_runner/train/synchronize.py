@@ -50,6 +50,16 @@ def exchange(model: nn.Module, *, last: bool) -> Iterator[None]:
         wrapper.check_reduced()
 
 
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Leave the buffers (BatchNorm statistics) as they were found."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
 def make_buffers_equal(model: nn.Module) -> None:
     """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does before a forward. Collective."""
     with torch.no_grad():

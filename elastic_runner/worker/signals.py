@@ -1,4 +1,4 @@
-"""Notices to stop: a signal sets a flag that the ranks share at their next step; a second one ends the process."""
+"""Notices to stop: a signal sets a flag that the ranks share at their next step; the same again ends the process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from elastic_runner.environment import NOTICES
 from elastic_runner.errors import ExitCode
-
-NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _SAME_NOTICE = 0.3
 """Seconds within which further signals are the same notice: a terminal and an agent both send Ctrl-C."""
@@ -26,7 +25,7 @@ class StopNotice:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGUSR1 and SIGINT. Only the main thread can; elsewhere nothing is installed."""
+        """Handle the notices. Only the main thread can; elsewhere nothing is installed."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in NOTICES:
@@ -40,9 +39,10 @@ class StopNotice:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now, name = time.monotonic(), signal.Signals(number).name
         if self.received is None:
-            self.received, self._at = signal.Signals(number).name, now
-        elif now - self._at > _SAME_NOTICE:
+            self.received, self._at = name, now
+        elif name == self.received and now - self._at > _SAME_NOTICE:
+            # The same once more is impatience. Another one is not: schedulers warn by USR1 and then send TERM.
             os.write(2, b"elastic_runner: second notice to stop; leaving without a save\n")
             os._exit(ExitCode.INTERRUPTED)

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,13 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
+from elastic_runner import verdict
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.environment import Environment, read_environment
-from elastic_runner.errors import Interrupted
+from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
 from elastic_runner.observability.logs import ensure_logging
+from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
 from elastic_runner.train import evaluate as evaluation
 from elastic_runner.train.loop import run_steps
@@ -33,6 +34,7 @@ from elastic_runner.train.step import Step
 from elastic_runner.train.strategy import check_strategy, prepare
 from elastic_runner.train.synchronize import make_buffers_equal
 from elastic_runner.uncaught import exit_by_code
+from elastic_runner.verdict import RunPlace, Verdict
 from elastic_runner.worker import attempt as attempts
 from elastic_runner.worker import report
 from elastic_runner.worker.deadline import PhaseWatch
@@ -149,7 +151,8 @@ class Worker:
 
         Build the optimizer from what this returns.
         """
-        return prepare(model, self.config, device=self.device, local_world_size=self._environment.local_world_size)
+        with self.phase("first_step"):
+            return prepare(model, self.config, device=self.device, local_world_size=self._environment.local_world_size)
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
@@ -166,25 +169,33 @@ class Worker:
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> dict[str, float]:
         """Means over ``dataset`` as in ``train.evaluate``, put on record. Collective."""
-        metrics = evaluation.evaluate(model, dataset, metric, self, batch_size=batch_size, collate_fn=collate_fn)
+        step = self._state.step if self._state else 0
+        metrics = evaluation.evaluate(
+            model, dataset, metric, self, batch_size=batch_size, collate_fn=collate_fn,
+            # The last one is not cut short: the run will not be started again for it.
+            stoppable=step < self.config.training.max_steps,
+        )  # fmt: skip
         if metrics:
-            self.record.evaluation(self._state.step if self._state else 0, metrics)
+            with self.phase("evaluate"):
+                self.record.evaluation(step, metrics)
         return metrics
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run ``action`` on global rank 0 alone; its result, or its error, is every rank's. Collective."""
-        return self.coordinator.once("on_main", action)
+        with self.phase("on_main"):
+            return self.coordinator.once("on_main", action)
 
     def local_main_first(self, action: Callable[[], T]) -> T:
         """Run ``action`` on local rank 0 of each node, then on the others, which find its work done. Collective."""
         results = []
-        for turn in (True, False):
 
-            def run(turn: bool = turn) -> None:
-                if self.is_local_main == turn:
-                    results.append(action())
+        def run(turn: bool) -> None:
+            if self.is_local_main == turn:
+                results.append(action())
 
-            self.coordinator.agree("local_main_first", run)
+        with self.phase("on_main"):
+            self.coordinator.agree("local main first", lambda: run(True))
+            self.coordinator.agree("local main first, then the others", lambda: run(False))
         return results[0]
 
     def print(self, *values: object) -> None:
@@ -221,7 +232,7 @@ class Worker:
             env,
             choose_backend(self.device),
             setup=patience,
-            step=max(timeouts.step, timeouts.first_step),
+            step=max(timeouts.step, timeouts.first_step, timeouts.evaluate, timeouts.on_main),
             checkpoint=max(timeouts.save, timeouts.load),
         )
         self.coordinator, self.checkpoint_coordinator = Coordinator(steps), Coordinator(checkpoints)
@@ -249,36 +260,56 @@ class Worker:
 
     def _take_attempt(self, facts: Mapping[str, Any]) -> tuple[int, int]:
         number = attempts.begin_attempt(self.storage, dict(facts))
-        if self._environment.agent_dir:
-            Path(self._environment.agent_dir, "run_dir").write_text(self.run_url)
+        verdict.place(self._environment.agent_dir, RunPlace(url=self.run_url, options=self.storage_options))
         return number, len(attempts.attempts(self.storage))
 
     def _finish(self) -> Interrupted | None:
         step, target = (self._state.step if self._state else 0), self.config.training.max_steps
         self.coordinator.gather("finish", step)
-        if not self.draining or step >= target:
-            self.record.end("finished")
-            if self.is_main:
-                log.info("finished at step %d of %d: %s", step, target, self.storage.url)
-            return None
         begun = self._state.begun_at if self._state else step
         kept = "saved" if self._saved_step == step or step == begun else "NOT saved (call checkpointer.maybe_save)"
-        message = f"asked to stop ({self._notice.received or 'by another rank'}); {kept} at step {step} of {target}"
-        self.record.end("interrupted", message)
+        status: Status = "finished" if step >= target else "interrupted"
+        message = "" if status == "finished" else f"{self._why_so_early()}; {kept} at step {step} of {target}"
+        self.record.end(status, message)
+        if self.is_main and (status == "finished" or not self.draining):
+            log.info("%s at step %d of %d: %s", message or status, step, target, self.storage.url)
+        # The others leave after the summary is written: their end makes the launcher end everybody.
+        self.coordinator.gather("finished", None)
+        code = ExitCode.INTERRUPTED if self.draining and status == "interrupted" else ExitCode.FINISHED
+        self._tell_launcher(code, message, final=True)
+        if code == ExitCode.FINISHED:
+            return None
         return Interrupted(f"{message}. Start the same command again to continue.")
+
+    def _why_so_early(self) -> str:
+        if not self.draining:
+            return "the program left the loop"
+        return f"asked to stop ({self._notice.received or 'by another rank'})"
+
+    def _tell_launcher(self, code: int, message: str, *, final: bool) -> None:
+        verdict.tell(self._environment.agent_dir, Verdict(code=code, message=message, final=final))
 
     def _fail(self, error: BaseException) -> None:
         """Say and record the reason; no collective, since peers may be gone."""
         if isinstance(error, (AlreadyFinished, GeneratorExit)):
             return
+        if isinstance(error, SystemExit) and not error.code:
+            step = self._state.step if self._state else 0
+            report.in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {step}"))
+            self._leave_groups()
+            self._close()
+            return
+        message = f"rank {self.rank}: {type(error).__name__}: {error}"[:500]
+        consequence = report.is_consequence(error)
+        if not consequence:
+            final = isinstance(error, ElasticRunnerError) and not error.restartable
+            self._tell_launcher(report.exit_code(error), message, final=final)
         self._error = error
         with suppress(Exception):
             report.record_for_agent(error)
         if self.world_size > 1:
             self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
-            message = f"{type(error).__name__}: {error}"[:500]
-            consequence = report.is_consequence(error)
             report.in_time(lambda: self.record.fail(message, consequence=consequence))
         if self.world_size == 1:
             # A program that called us may catch the error and go on.

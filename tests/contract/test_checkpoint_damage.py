@@ -350,3 +350,15 @@ def test_files_of_a_larger_world_are_no_part_of_a_checkpoint(local: Checkpointin
     after = make_state(seed=1)
     assert checkpointer(after, local).restore() == 1
     assert_same_training(state, after)
+
+
+def test_what_uncommitted_saves_left_is_swept_below_the_oldest_checkpoint(tmp_path: Path) -> None:
+    place, state = CheckpointingPlace(str(tmp_path)), make_state()
+    storage = storage_of(place)
+    storage.put(f"{paths.data_directory(1, 1)}/__0_0.distcp", b"left by a kill")
+    storage.put(f"{paths.data_directory(9, 1)}/__0_0.distcp", b"may still be written")
+    storage.put("notes/mine.txt", b"foreign")
+    for _ in range(3):
+        train(state)
+        checkpointer(state, place, keep=2).save()
+    assert storage.list("") == ["notes", *(paths.step_directory(step) for step in (2, 3, 9))]

@@ -11,7 +11,7 @@ from torch import nn
 
 import elastic_runner as er
 from elastic_runner.config import StrategyConfig
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 
 LENGTH = 21
 BATCH = 5
@@ -90,3 +90,33 @@ def test_metric_is_the_same_to_the_last_bit_with_sharded_parameters(tmp_path: Pa
     for rank in sharded:
         assert rank["metrics"] == alone["metrics"]
         assert rank["buffers"] == alone["buffers"]
+
+
+def evaluate_on_one_rank(run_dir: str) -> None:
+    with er.Worker(er.RunConfig(run_dir=run_dir)) as worker:
+        model = worker.prepare(build())
+        if worker.rank == 0:
+            worker.evaluate(model, DATA, lambda m, b: {"x": m(b[0]).squeeze(1)}, batch_size=BATCH)  # type: ignore[arg-type]
+        else:
+            worker.on_main(lambda: None)
+
+
+def test_an_evaluation_on_one_rank_alone_is_noticed_at_once(tmp_path: Path) -> None:
+    """Case c15."""
+    with pytest.raises(RankFailed, match="evaluation begins") as failed:
+        run_ranks(evaluate_on_one_rank, 2, str(tmp_path), timeout=30)
+    assert all("LoopError" in text for text in failed.value.errors.values())
+
+
+def modes_after_evaluation(run_dir: str) -> list[bool]:
+    with er.Worker(er.RunConfig(run_dir=run_dir)) as worker:
+        model = worker.prepare(build())
+        model.train()
+        frozen = next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d))
+        frozen.eval()
+        worker.evaluate(model, DATA, lambda m, b: {"x": m(b[0]).squeeze(1)}, batch_size=BATCH)  # type: ignore[arg-type]
+        return [model.training, frozen.training]
+
+
+def test_a_layer_frozen_in_eval_mode_stays_so(tmp_path: Path) -> None:
+    assert run_ranks(modes_after_evaluation, 1, str(tmp_path)) == [[True, False]]

@@ -115,3 +115,38 @@ def test_wrong_flag_is_one_readable_message_and_exit_code_2(tmp_path: Path) -> N
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("Unrecognized options: --training.max-stps") == 1
     assert "--training.max-steps" in result.stderr
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker"])
+def test_a_warning_by_usr1_ends_the_job_saved_and_without_a_restart(whom: str, tmp_path: Path) -> None:
+    """Schedulers send it to one or the other; torch's agent would die of it, or count a failure."""
+    with ObservedRun(tmp_path, launch_command(2, *RECIPE)) as run:
+        for record in run.records():
+            if record["event"] == "step" and record["step"] == 13:
+                if whom == "worker":
+                    run.kill(1, signal.SIGUSR1)
+                else:
+                    run.process.send_signal(signal.SIGUSR1)
+        assert run.process.wait() == 75, run.log.read_text()
+    summary, _ = outcome(tmp_path)
+    assert (summary.status, summary.attempt) == ("interrupted", 1)
+    assert (tmp_path / "checkpoints" / f"step-{summary.step:010d}").exists()
+
+
+def test_what_no_restart_can_cure_is_tried_once(tmp_path: Path) -> None:
+    """Case c02, c59: with restarts left, a wrong flag and a model that does not fit end the job at once."""
+    for flags, code, word in (
+        (("--training.max-stps", "3"), 2, "Unrecognized options"),
+        (("--strategy.name", "fsdp", "--strategy.fsdp.wrap-classes", "Nope"), 3, "no module of class Nope"),
+    ):
+        command = [*launch_command(2, *RECIPE, *flags), "--run-dir", str(tmp_path / str(code))]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == code, result.stderr
+        assert 1 <= result.stderr.count(word) <= 2  # once a rank at the most
+
+
+def test_a_value_that_torchrun_cannot_use_is_a_usage_error() -> None:
+    result = subprocess.run(
+        [*launch_command(2, "--nnodes=x", *RECIPE)], capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr

@@ -69,3 +69,17 @@ def test_text_of_any_tree_or_glob(tmp_path: Path) -> None:
     assert [len(part) for part in by_folder] == [len(part) for part in by_glob]
     with pytest.raises(er.ElasticRunnerError, match=r"text\.url"):
         load_text(TextConfig(url=str(tmp_path), pattern="*.none"), context=16)
+
+
+def test_the_split_does_not_depend_on_where_the_tree_lies(tmp_path: Path) -> None:
+    for place in ("here", "there/deeper"):
+        for number in range(60):
+            file = tmp_path / place / f"{number % 7}" / f"{number}.txt"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"file {number} " * (20 + number))
+    one, other = (
+        load_text(TextConfig(url=str(tmp_path / place), pattern="*.txt", validation_percent=20), context=16)
+        for place in ("here", "there/deeper")
+    )
+    assert [len(part) for part in one] == [len(part) for part in other]
+    assert all((a[0] == b[0]).all() for a, b in zip(one[1], other[1], strict=True))

@@ -21,6 +21,9 @@ from torch import nn
 import elastic_runner as er
 from elastic_runner.config import CheckpointConfig, DataConfig, RunConfig, TimeoutConfig, TrainingConfig
 from elastic_runner.errors import Interrupted, LoopError, StateError
+from elastic_runner.storage import LocalStorage
+from elastic_runner.train.record import read_summary
+from tests.support.job import config, dataset
 from tests.support.ranks import RankFailed, run_ranks
 
 
@@ -394,3 +397,33 @@ def test_a_part_without_a_state_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(StateError, match="ema"):
         er.TrainState(model=model, optimizer=optimizer, data=Ones(), ema=object())  # type: ignore[arg-type]
+
+
+def leave_early(run_dir: str, how: str) -> None:
+    settings = config(run_dir, steps=6, every=100)
+    with er.Worker(settings) as worker:
+        model = worker.prepare(torch.nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = er.ElasticLoader(dataset(), settings.data, worker)
+        state = er.TrainState(model=model, optimizer=optimizer, data=loader)
+        er.Checkpointer(settings.checkpoint, state, worker).restore()
+        for step in worker.steps(state):
+            for x, y in step.microbatches():
+                step.backward(torch.nn.functional.mse_loss(model(x), y))
+            step.optimize()
+            if step.number == 3:
+                if how == "break":
+                    break
+                raise SystemExit(0)
+
+
+@pytest.mark.parametrize("how", ["break", "exit"])
+def test_a_program_that_leaves_the_loop_is_not_finished(how: str, tmp_path: Path) -> None:
+    if how == "break":
+        run_ranks(leave_early, 2, str(tmp_path), how)
+    else:
+        with pytest.raises(RankFailed, match="SystemExit: 0"):  # run_ranks reports every exception
+            run_ranks(leave_early, 2, str(tmp_path), how)
+    told = read_summary(LocalStorage(tmp_path))
+    assert told is not None and (told.status, told.step) == ("interrupted", 3)
+    assert "left" in told.message

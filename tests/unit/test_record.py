@@ -104,3 +104,21 @@ def test_a_peer_of_an_old_attempt_writes_nothing(tmp_path: Path) -> None:
     PeerRecord(storage, attempt=1).fail("late", consequence=False)
     summary = read_summary(storage)
     assert summary is not None and summary.status == "running"
+
+
+def test_a_newer_attempt_s_summary_stands(tmp_path: Path) -> None:
+    """A process that was stopped wakes up after another attempt has finished the run."""
+    storage = LocalStorage(tmp_path)
+    old = attempt(storage, 1, 0, range(1, 3))
+    attempt(storage, 2, 0, range(1, 21)).end("finished")
+    old.step(line(3))
+    old.fail("PeerLost: late", consequence=True)
+    summary = read_summary(storage)
+    assert summary is not None and (summary.status, summary.step, summary.attempt) == ("finished", 20, 2)
+
+
+def test_something_else_in_the_place_of_the_summary_is_no_summary(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    for text in (b"[]", b"{}", b'{"status": ', b"\xff"):
+        storage.put(paths.SUMMARY, text)
+        assert read_summary(storage) is None

@@ -103,3 +103,9 @@ def test_another_thread_installs_nothing() -> None:
     thread.join()
     assert errors == []
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_another_notice_is_no_impatience(child: Child) -> None:
+    """Schedulers warn by SIGUSR1 and follow with SIGTERM while the save goes on."""
+    assert child.signal(int(signal.SIGUSR1), "+0.4", int(signal.SIGTERM)) == "SIGUSR1"
+    assert child.process.poll() is None

@@ -6,6 +6,7 @@ When one of these fails after an upgrade of torch, look at the place that is nam
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import pickle
 import pickletools
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.launcher.api as launcher_api
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from elastic_runner.checkpoint.names import wrapped_attribute
 from elastic_runner.checkpoint.sharded import _ALLOWED, METADATA, ShardedWriter, load_plain, read_metadata
@@ -157,3 +160,10 @@ def test_checkpoint_exceptions_hold_each_ranks_own() -> None:
 def test_extra_state_is_called_so() -> None:
     """checkpoint/capture.py treats it apart."""
     assert torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX == "_extra_state"
+
+
+def test_the_agent_is_built_from_a_name_and_restarts_by_one_method() -> None:
+    """launch/agent.py puts its own in place of the name and overrides the method."""
+    assert launcher_api.LocalElasticAgent is LocalElasticAgent
+    assert "LocalElasticAgent(" in inspect.getsource(launcher_api.launch_agent)
+    assert "self._restart_workers(self._worker_group)" in inspect.getsource(LocalElasticAgent._invoke_run)

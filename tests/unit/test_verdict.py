@@ -1,0 +1,32 @@
+"""What workers tell their launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_runner.verdict import RunPlace, Verdict, clear, place, read, read_place, tell
+
+
+def test_the_first_worker_s_word_counts_until_the_next_attempt(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    assert read(directory) is None
+    first = Verdict(code=3, message="cause", final=True)
+    tell(directory, first)
+    tell(directory, Verdict(code=1, message="late", final=False))
+    assert read(directory) == first
+    clear(directory)
+    assert read(directory) is None
+    clear(directory)
+
+
+def test_no_launcher_no_word(tmp_path: Path) -> None:
+    tell(None, Verdict(code=3, message="cause", final=True))
+    tell(str(tmp_path / "gone"), Verdict(code=3, message="cause", final=True))
+    assert read(str(tmp_path / "gone")) is None
+
+
+def test_the_place_of_the_run(tmp_path: Path) -> None:
+    assert read_place(str(tmp_path)) is None
+    run = RunPlace(url="s3://bucket/run", options={"key": "k"})
+    place(str(tmp_path), run)
+    assert read_place(str(tmp_path)) == run
