@@ -117,8 +117,10 @@ def _status(arguments: list[str]) -> int:
 def _checkpoint(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if verb not in ("ls", "verify"):
-        print("usage: elastic-runner checkpoint ls|verify URL (--help says more)", file=sys.stderr)
-        return ExitCode.FINISHED if verb in ("-h", "--help") else ExitCode.USAGE
+        asked = verb in ("-h", "--help")
+        usage = "usage: elastic-runner checkpoint ls|verify URL; 'elastic-runner checkpoint ls --help' says more"
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return ExitCode.FINISHED if asked else ExitCode.USAGE
     from elastic_runner.checkpoint.inspect import look
 
     wanted = tyro.cli(CheckpointArguments, prog=f"elastic-runner checkpoint {verb}", args=rest)

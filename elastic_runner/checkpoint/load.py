@@ -52,6 +52,9 @@ def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: 
     # Everything that can be refused is refused before the first byte of the model changes.
     loading = _Loading(parts, tensors, plain, lenience)
     coordinator.agree("restore: match", loading.prepare)
+    if coordinator.is_main:
+        for setting in loading.overridden():
+            log.warning("the checkpoint's optimizer settings are used: %s", setting)
     with mapped_dcp("restore: read"):
         dcp.load(
             cast(dict[str, Any], loading.targets),
@@ -104,6 +107,19 @@ class _Loading:
         left = [key for key in self._saved if key not in self._consumed]
         if left:
             raise Mismatch(f"the checkpoint holds state that nothing here takes: {', '.join(left[:8])}", extra=left)
+
+    def overridden(self) -> list[str]:
+        """Optimizer settings of the script that the checkpoint's take the place of, as torch's own loading does."""
+        found = []
+        for number, (group, settings) in enumerate(
+            zip(self._parts.optimizer.param_groups, self._settings, strict=True)
+        ):
+            # A schedule moves lr; what it started from tells whether it was changed.
+            passed = {"params", "lr"} if "initial_lr" in group else {"params"}
+            for name in sorted(set(settings or {}) & set(group) - passed):
+                if repr(group[name]) != repr((settings or {})[name]):
+                    found.append(f"group {number}: {name} {(settings or {})[name]}, not {group[name]}")
+        return found
 
     def apply(self) -> None:
         """Put the loaded values in place."""

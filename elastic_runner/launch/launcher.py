@@ -64,7 +64,10 @@ def launch(arguments: Sequence[str]) -> int:
                 final=True,
             )
             return _ended(verdict.read(directory) or unsaved)
-        except (ValueError, RendezvousError) as error:
+        except RendezvousError as error:  # also when another node has ended the job
+            gone = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
+            return _ended(verdict.read(directory) or gone)
+        except ValueError as error:
             raise ConfigError(f"torchrun: {error}") from error
     return ExitCode.FINISHED
 

@@ -50,9 +50,9 @@ def describe(error: BaseException, where: str, *, with_traceback: bool) -> str:
     return f"elastic_runner: error: {where}:\n{trace.rstrip()}"
 
 
-def where_am_i(rank: int, world_size: int, phase: str, step: int | None) -> str:
-    """Rank, host, phase and step in a few words."""
-    at = "" if step is None else f", step {step}"
+def where_am_i(rank: int, world_size: int, phase: str, done: int | None) -> str:
+    """Rank, host, phase and the last finished step in a few words."""
+    at = "" if done is None else f", after step {done}"
     return f"rank {rank} of {world_size} on {socket.gethostname()}, phase {phase}{at}"
 
 

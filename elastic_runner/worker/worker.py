@@ -330,8 +330,8 @@ class Worker:
         sys.excepthook = self._excepthook
 
     def _where(self) -> str:
-        step = self._state.step + 1 if self._state else None
-        return report.where_am_i(self.rank, self.world_size, self._watch.current, step)
+        done = self._state.step if self._state else None
+        return report.where_am_i(self.rank, self.world_size, self._watch.current, done)
 
     def _tell(self, error: BaseException) -> None:
         if not self._told:

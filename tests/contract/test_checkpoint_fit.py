@@ -316,3 +316,18 @@ def test_a_frozen_layer_drops_its_moments_and_is_named(
     assert "dropped for parameters not trained any more: b.bias, b.weight" in caplog.text
     assert_same(before.model.state_dict(), after.model.state_dict())
     train(after, features=3)
+
+
+def test_settings_of_the_optimizer_that_a_checkpoint_overrides_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, state = CheckpointingPlace(str(tmp_path)), make_state()
+    train(state)
+    checkpointer(state, place).save()
+    for lr, said in ((0.01, 0), (0.5, 1)):
+        caplog.clear()
+        again = make_state()
+        again.optimizer.param_groups[0]["lr"] = lr
+        checkpointer(again, place).restore()
+        assert again.optimizer.param_groups[0]["lr"] == 0.01
+        assert caplog.text.count("lr 0.01, not 0.5") == said

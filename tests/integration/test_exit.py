@@ -161,7 +161,7 @@ def summary(directory: Path) -> dict[str, Any]:
 def test_an_exception_is_told_with_place_phase_and_step(start: Start, tmp_path: Path) -> None:
     run = start("raise")
     assert run.end() == 1
-    assert re.search(r"elastic_runner: error: rank 0 of 1 on \S+, phase step, step 3:\nTraceback", run.output)
+    assert re.search(r"elastic_runner: error: rank 0 of 1 on \S+, phase step, after step 2:\nTraceback", run.output)
     assert run.output.rstrip().endswith("ValueError: bad sample 17")
     told = summary(tmp_path)
     assert (told["status"], told["attempt"], told["step"]) == ("failed", 1, 2)
@@ -174,7 +174,7 @@ def test_a_failing_rank_leaves_at_once_although_a_peer_is_in_a_collective(start:
     at = run.wait_for("now")
     assert run.wait_for("ValueError: bad sample 17", 10) - at < 5
     assert run.end(30) == 1
-    assert re.search(r"elastic_runner: error: rank 1 of 2 on \S+, phase step, step 3:\nTraceback", run.output)
+    assert re.search(r"elastic_runner: error: rank 1 of 2 on \S+, phase step, after step 2:\nTraceback", run.output)
     assert run.output.count("ValueError: bad sample 17\n") <= 2, "by the rank, and in torchrun's own report"
     assert summary(tmp_path)["status"] in ("failed", "running")
 

@@ -102,7 +102,8 @@ def test_roll_names_who_is_absent() -> None:
     assert isinstance(results[0], SetupError)
     assert "rank 2 of 3" in str(results[0]) and "rank 1" not in str(results[0])
     assert isinstance(results[1], SetupError)
-    assert time.monotonic() - begun < 5
+    # Far below the minutes that the store would wait by itself; the fork server's first start is in it.
+    assert time.monotonic() - begun < 30
 
 
 def test_a_world_of_one_needs_no_launcher() -> None:
@@ -141,7 +142,8 @@ for group in (steps, checkpoints):
     coordinator = Coordinator(group)
     assert coordinator.gather("attempt", attempt) == [attempt] * environment.world_size
     coordinator.close()
-print(f"attempt {attempt} of rank {environment.rank} is complete", flush=True)
+# One write: both ranks have the same pipe, and print's newline is a write of its own.
+os.write(1, f"attempt {attempt} of rank {environment.rank} is complete\\n".encode())
 os._exit(0)
 """
 

@@ -57,7 +57,7 @@ def test_interruption_is_no_error() -> None:
 
 
 def test_where_am_i() -> None:
-    assert where_am_i(1, 4, "save", 12).endswith(", phase save, step 12")
+    assert where_am_i(1, 4, "save", 12).endswith(", phase save, after step 12")
     assert where_am_i(1, 4, "setup", None).startswith("rank 1 of 4 on ")
     assert "step" not in where_am_i(1, 4, "setup", None)
 
