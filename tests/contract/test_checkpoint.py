@@ -116,6 +116,7 @@ class Odd:
     ],
 )
 def test_what_is_not_data_is_refused_by_name(value: Any, named: str, local: CheckpointingPlace, format: str) -> None:
+    """Case c42."""
     state = make_state(mine=Keeper(value))
     state.step = 1
     with pytest.raises(StateError, match=named):
@@ -148,6 +149,8 @@ class LowPrecision(torch.optim.Optimizer):
 
 
 def test_every_dtype_comes_back_as_it_was(place: CheckpointingPlace, format: str) -> None:
+    """Case c40."""
+
     def make(seed: int) -> TrainState:
         torch.manual_seed(seed)
         model = nn.Linear(3, 2).to(torch.bfloat16)
@@ -191,6 +194,7 @@ def test_optimizers_with_nested_state_and_tensor_settings(local: CheckpointingPl
 
 @pytest.mark.parametrize("order", ["first", "after state", "after checkpointer", "after wrong steps"])
 def test_the_schedule_goes_on_whatever_was_built_first(order: str, local: CheckpointingPlace, format: str) -> None:
+    """Case c44."""
     before = warm_up(make_state())
     train(before, 3)
     checkpointer(before, local, format).save()
@@ -273,6 +277,7 @@ class FailingStorage:
 
 @pytest.mark.parametrize("good", [0, 100, 3000])
 def test_a_failed_save_says_so_and_the_previous_one_restores(good: int, place: CheckpointingPlace, format: str) -> None:
+    """Case c34."""
     state = make_state()
     train(state)
     saver = checkpointer(state, place, format)
@@ -295,6 +300,7 @@ def test_a_failed_save_says_so_and_the_previous_one_restores(good: int, place: C
 
 
 def test_a_run_killed_in_its_first_save_starts_fresh(place: CheckpointingPlace, format: str) -> None:
+    """Case c28."""
     state = make_state()
     train(state)
     saver = checkpointer(state, place, format)
@@ -408,6 +414,7 @@ def test_new_saves_do_not_give_way_to_damaged_later_ones(local: CheckpointingPla
 
 
 def test_no_usable_one_is_never_a_fresh_start(local: CheckpointingPlace, format: str) -> None:
+    """Case c28."""
     state = make_state()
     for _ in range(2):
         train(state)
@@ -421,6 +428,7 @@ def test_no_usable_one_is_never_a_fresh_start(local: CheckpointingPlace, format:
 
 
 def test_a_place_that_takes_no_files_is_found_before_the_first_step(tmp_path: Path, format: str) -> None:
+    """Case c31."""
     (tmp_path / "file").write_text("in the way")
     place = CheckpointingPlace(str(tmp_path / "file"))
     with pytest.raises(AccessDenied, match=r"file.*in its place"):

@@ -96,6 +96,7 @@ def data_files(format: str) -> list[str]:
 def test_a_damaged_data_file_is_named_and_the_one_before_is_used(
     kind: str, place: CheckpointingPlace, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case c28."""
     kept = two_checkpoints(place, format)
     storage = storage_of(place)
     change, reason = DAMAGES[kind]
@@ -252,6 +253,7 @@ def torch_saved(payload: Any) -> bytes:
 def test_hostile_metadata_is_refused(
     make: Callable[[Storage, Path], bytes], local: CheckpointingPlace, tmp_path: Path
 ) -> None:
+    """Case c43."""
     two_checkpoints(local, "sharded")
     storage, owned = storage_of(local), tmp_path / "owned"
     replace_and_sign(storage, 2, ".metadata", make(storage, owned))
@@ -275,6 +277,7 @@ def hostile_items(storage: Storage, wanted: str, evil: bytes) -> tuple[bytes, by
 @pytest.mark.parametrize("item", ["model.hidden.weight", "optimizer.param_groups", "state.data"])
 @pytest.mark.parametrize("kind", ["torch", "pickle"])
 def test_a_hostile_item_is_refused(item: str, kind: str, local: CheckpointingPlace, tmp_path: Path) -> None:
+    """Case c43."""
     two_checkpoints(local, "sharded")
     storage, owned = storage_of(local), tmp_path / "owned"
     evil = torch_saved(Payload(owned)) if kind == "torch" else pickle.dumps(Payload(owned))
@@ -290,6 +293,7 @@ def test_a_hostile_item_is_refused(item: str, kind: str, local: CheckpointingPla
 
 @pytest.mark.parametrize("inside", ["model", "tensors", "plain", "everything"])
 def test_a_hostile_full_file_is_refused(inside: str, local: CheckpointingPlace, tmp_path: Path) -> None:
+    """Case c43."""
     two_checkpoints(local, "full")
     storage, owned = storage_of(local), tmp_path / "owned"
     path = Path(local.run_url, paths.CHECKPOINTS, paths.data_directory(2, 1), "full.pt")
@@ -312,6 +316,7 @@ def test_no_file_of_ours_needs_more_than_a_weights_only_load(local: Checkpointin
 
 
 def test_names_and_times_do_not_decide(local: CheckpointingPlace) -> None:
+    """Case c45."""
     state = make_state()
     saver = checkpointer(state, local, keep=20)
     root = Path(local.run_url, paths.CHECKPOINTS)
@@ -338,6 +343,7 @@ def test_names_and_times_do_not_decide(local: CheckpointingPlace) -> None:
 
 
 def test_files_of_a_larger_world_are_no_part_of_a_checkpoint(local: CheckpointingPlace) -> None:
+    """Case c33."""
     state = make_state()
     train(state)
     storage = storage_of(local)
@@ -353,6 +359,7 @@ def test_files_of_a_larger_world_are_no_part_of_a_checkpoint(local: Checkpointin
 
 
 def test_what_uncommitted_saves_left_is_swept_below_the_oldest_checkpoint(tmp_path: Path) -> None:
+    """Case c33."""
     place, state = CheckpointingPlace(str(tmp_path)), make_state()
     storage = storage_of(place)
     storage.put(f"{paths.data_directory(1, 1)}/__0_0.distcp", b"left by a kill")

@@ -77,6 +77,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("first", WRAPPINGS)
 def test_wrappers_leave_no_trace(first: str, place: CheckpointingPlace, format: str, process_group: None) -> None:
+    """Case c36."""
     before = make_state(WRAPPINGS[first](network()))
     train(before, features=3)
     place.attempt = 1
@@ -119,6 +120,7 @@ def restored(before: TrainState, after: TrainState, place: CheckpointingPlace, f
 
 @pytest.mark.parametrize("head_first", [False, True])
 def test_tied_stays_one(head_first: bool, place: CheckpointingPlace, format: str) -> None:
+    """Case c41."""
     before = make_state(LanguageModel(tied=True))
     train(before)
     after = make_state(LanguageModel(tied=True, head_first=head_first), seed=1)
@@ -130,6 +132,7 @@ def test_tied_stays_one(head_first: bool, place: CheckpointingPlace, format: str
 
 
 def test_untied_stays_two(place: CheckpointingPlace, format: str) -> None:
+    """Case c41."""
     before, after = make_state(LanguageModel(tied=False)), make_state(LanguageModel(tied=False), seed=1)
     with torch.no_grad():  # equal values make no tie
         before.model.head.weight.copy_(before.model.embed.weight)  # type: ignore[union-attr,operator]
@@ -143,6 +146,7 @@ def test_untied_stays_two(place: CheckpointingPlace, format: str) -> None:
 
 
 def test_tied_into_untied_gives_each_its_own(place: CheckpointingPlace, format: str) -> None:
+    """Case c41."""
     before, after = make_state(LanguageModel(tied=True)), make_state(LanguageModel(tied=False), seed=1)
     train(before)
     restored(before, after, place, format)
@@ -179,6 +183,7 @@ class Layers(nn.Module):
 
 
 def test_optimizer_state_goes_by_name(place: CheckpointingPlace, format: str) -> None:
+    """Case c38."""
     before, after = make_state(Layers("ab")), make_state(Layers("ba"), seed=1)
     train(before, features=3)
     restored(before, after, place, format)
@@ -227,6 +232,7 @@ def test_groups_with_different_settings_cannot_be_merged(place: CheckpointingPla
 
 
 def test_every_missing_and_extra_name_is_told(place: CheckpointingPlace, format: str) -> None:
+    """Case c37."""
     before = make_state(Layers("ab"))
     train(before, features=3)
     fresh = make_state(Layers("acd"), seed=1)
@@ -253,6 +259,7 @@ def test_shapes_and_types_are_told(place: CheckpointingPlace, format: str) -> No
 def test_allow_lists_say_what_they_did(
     place: CheckpointingPlace, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case c37."""
     before = make_state(Layers("ab"))
     train(before, features=3)
     after = make_state(Layers("ac"), seed=1)
@@ -294,6 +301,7 @@ def freezable(frozen: bool, seed: int = 0) -> TrainState:
 def test_an_unfrozen_layer_starts_with_fresh_moments_and_is_named(
     place: CheckpointingPlace, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case c63."""
     before, after = freezable(True), freezable(False, seed=1)
     train(before, features=3)
     with caplog.at_level(logging.WARNING):
@@ -309,6 +317,7 @@ def test_an_unfrozen_layer_starts_with_fresh_moments_and_is_named(
 def test_a_frozen_layer_drops_its_moments_and_is_named(
     place: CheckpointingPlace, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Case c63."""
     before, after = freezable(False), freezable(True, seed=1)
     train(before, features=3)
     with caplog.at_level(logging.WARNING):

@@ -39,6 +39,7 @@ def other(place: tuple[str, dict[str, str]]) -> Storage:
 
 
 def test_url_keeps_its_scheme(storage: Storage, place: tuple[str, dict[str, str]]) -> None:
+    """Case c34."""
     assert storage.url == place[0]
 
 
@@ -133,6 +134,7 @@ def test_writer_streams_and_digests(storage: Storage) -> None:
 
 
 def test_an_exception_in_the_writer_passes_and_nothing_is_published(storage: Storage, other: Storage) -> None:
+    """Case c34."""
     storage.put("file", b"before")
     with pytest.raises(ZeroDivisionError), storage.writer("file") as stream:
         stream.write(b"half")

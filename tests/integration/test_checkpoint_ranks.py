@@ -36,6 +36,7 @@ def pass_on(run_dir: str, options: dict[str, str], format: str, worlds: list[tup
 
 @FORMATS
 def test_any_world_and_strategy_takes_over(format: str, tmp_path: Path) -> None:
+    """Case c46."""
     # Two rows on three ranks: one rank has none of them.
     worlds = [("fsdp", 2), ("single", 1), ("fsdp", 3), ("ddp", 2), ("fsdp", 2), ("ddp", 1), ("ddp", 2)]
     pass_on(str(tmp_path), {}, format, worlds)
@@ -65,6 +66,7 @@ def test_a_full_disk_on_one_rank_keeps_its_kind(format: str, failing: int, tmp_p
 
 @FORMATS
 def test_only_global_rank_0_commits_and_deletes(format: str, tmp_path: Path) -> None:
+    """Case c32."""
     calls = run_ranks(jobs.record_storage_calls, 2, str(tmp_path), format)
     committing = [[call for call in each if not call.startswith("writer")] for each in calls]
     assert committing[0] == [
@@ -99,6 +101,7 @@ def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
 
 @FORMATS
 def test_tensors_do_not_travel_and_only_rank_0_holds_a_copy(format: str, tmp_path: Path) -> None:
+    """Case c62."""
     results = run_ranks(jobs.measure_what_travels, 2, str(tmp_path), format)
     whole = 3 * 2 * (512 * 512 + 512) * 4  # parameters and two moments
     assert results[0]["kept"] >= whole
