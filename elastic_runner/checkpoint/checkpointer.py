@@ -13,9 +13,10 @@ import torch.distributed.checkpoint as dcp
 from elastic_runner import paths
 from elastic_runner.checkpoint.capture import Captured, Parts, capture
 from elastic_runner.checkpoint.full import FullReader, gather_full, write_full
-from elastic_runner.checkpoint.load import Reader, load_into, mapped_dcp
+from elastic_runner.checkpoint.load import load_into, mapped_dcp
 from elastic_runner.checkpoint.manifest import Manifest, check_file, encode, list_checkpoints
 from elastic_runner.checkpoint.matching import Lenience
+from elastic_runner.checkpoint.reader import Reader
 from elastic_runner.checkpoint.retention import superseded
 from elastic_runner.checkpoint.sharded import ShardedReader, ShardedWriter
 from elastic_runner.config import CheckpointConfig

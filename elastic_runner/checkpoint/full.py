@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from elastic_runner.checkpoint.capture import Captured, references, unpack
+from elastic_runner.checkpoint.reader import Reader, done
 from elastic_runner.checkpoint.sharded import only_data, place
 from elastic_runner.storage import Storage, Written
 
@@ -61,7 +61,7 @@ def write_full(storage: Storage, directory: str, captured: Captured, whole: dict
     return [stream.written(path)]
 
 
-class FullReader(StorageReader):
+class FullReader(Reader):
     """Presents a full checkpoint to DCP as tensors of one chunk each."""
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -93,9 +93,6 @@ class FullReader(StorageReader):
         model = {f"model.{name}": value for name, value in file["model"].items() if name not in elsewhere}
         return {**model, **file["tensors"]}
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Part of DCP's protocol."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Metadata made up from the file."""
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._load()["plain"]}
@@ -105,27 +102,9 @@ class FullReader(StorageReader):
             entries[key] = TensorStorageMetadata(properties=properties, size=value.size(), chunks=[chunk])
         return Metadata(state_dict_metadata=entries)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the asked-for parts out of the mapped file."""
         tensors = self._tensors()
         for item in plan.items:
             place(planner, item, tensors[item.storage_index.fqn])
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Chosen by us, never by DCP."""
-        return False
+        return done(None)

@@ -9,40 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from elastic_runner.checkpoint.capture import Parts, is_extra_state, optimizer_names, pack, references, unpack
 from elastic_runner.checkpoint.matching import Lenience, allowed, check_shapes, match_groups, match_model
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
+from elastic_runner.checkpoint.reader import Reader
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import CheckpointError, ElasticRunnerError, Mismatch, PeerLost
 
 log = logging.getLogger(__name__)
 
 OPTIMIZER_STATE = "optimizer.state."
-
-
-class Reader(Protocol):
-    """A StorageReader that can also give the plain data."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Keys, sizes and types of all entries."""
-        ...
-
-    def plain(self, metadata: Metadata) -> dict[str, Any]:
-        """Plain data by key."""
-        ...
-
-    def close(self) -> None:
-        """Let go of files."""
-        ...
 
 
 def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: Lenience) -> None:
@@ -58,7 +42,7 @@ def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: 
     with mapped_dcp("restore: read"):
         dcp.load(
             cast(dict[str, Any], loading.targets),
-            storage_reader=cast(StorageReader, reader),
+            storage_reader=reader,
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=coordinator.group,
         )

@@ -23,9 +23,10 @@ from torch.distributed.checkpoint import LoadPlan, LoadPlanner, SavePlan, SavePl
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from elastic_runner.checkpoint.reader import Reader, done
 from elastic_runner.errors import Damaged, NotData
 from elastic_runner.storage import Storage, Written
 from elastic_runner.storage.protocol import DigestWriter
@@ -98,9 +99,7 @@ class ShardedWriter(StorageWriter):
                     info = _StorageInfo(name, start, length)
                     results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
             self._files.append(stream.written(path))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``; runs on the coordinator after every rank has written."""
@@ -128,7 +127,7 @@ def _write(data: torch.Tensor | io.BytesIO, kind: WriteItemType, stream: DigestW
     torch.save(tensor, cast(BinaryIO, stream))
 
 
-class ShardedReader(StorageReader):
+class ShardedReader(Reader):
     """Reads what ShardedWriter has written."""
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -145,12 +144,6 @@ class ShardedReader(StorageReader):
                 result[index.fqn] = load_plain(io.BytesIO(data), f"{info.relative_path}: {index.fqn}")
         return result
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Part of DCP's protocol."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Unpickle ``.metadata`` through an allow-list. Raises NotData for anything else."""
         return read_metadata(self._storage, self._directory)
@@ -158,14 +151,6 @@ class ShardedReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Remember where items lie."""
         self._items = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items file by file, in order of offset."""
@@ -180,14 +165,7 @@ class ShardedReader(StorageReader):
                     file.seek(info.offset)
                     data = io.BytesIO(file.read(info.length))
                     place(planner, item, load_plain(data, f"{name}: {item.storage_index.fqn}"))
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Chosen by us, never by DCP."""
-        return False
+        return done(None)
 
 
 def place(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +27,7 @@ from tests.support.checkpointing import (
     storage_of,
     train,
 )
-from tests.support.s3 import S3, s3, s3_endpoint  # noqa: F401
-
-
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointingPlace:
-    if request.param == "s3":
-        server: S3 = request.getfixturevalue("s3")
-        return CheckpointingPlace(server.url, server.options)
-    return CheckpointingPlace(str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}/run")
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> CheckpointingPlace:
-    return CheckpointingPlace(str(tmp_path))
-
-
-@pytest.fixture(params=["sharded", "full"])
-def format(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+from tests.support.s3 import S3
 
 
 def save_and_restore(before: TrainState, after: TrainState, place: CheckpointingPlace, format: str) -> None:
@@ -438,7 +419,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_first_step(tmp_path: Pa
 
 @pytest.mark.s3
 def test_credentials_are_in_no_object_and_no_log(
-    s3: S3,  # noqa: F811
+    s3: S3,
     format: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import shutil
-import uuid
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,25 +31,6 @@ from tests.support.checkpointing import (
     storage_of,
     train,
 )
-from tests.support.s3 import S3, s3, s3_endpoint  # noqa: F401
-
-
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.s3)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointingPlace:
-    if request.param == "s3":
-        server: S3 = request.getfixturevalue("s3")
-        return CheckpointingPlace(server.url, server.options)
-    return CheckpointingPlace(str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}/run")
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> CheckpointingPlace:
-    return CheckpointingPlace(str(tmp_path))
-
-
-@pytest.fixture(params=["sharded", "full"])
-def format(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def two_checkpoints(place: CheckpointingPlace, format: str) -> Any:

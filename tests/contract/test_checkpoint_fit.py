@@ -33,11 +33,6 @@ def place(tmp_path: Path) -> CheckpointingPlace:
     return CheckpointingPlace(str(tmp_path / "run"))
 
 
-@pytest.fixture(params=["sharded", "full"])
-def format(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

@@ -11,7 +11,7 @@ import pytest
 from elastic_runner.errors import AlreadyExists, NotFound
 from elastic_runner.storage import Storage, open_storage
 from elastic_runner.storage.protocol import digest_of
-from tests.support.s3 import S3, s3, s3_endpoint  # noqa: F401
+from tests.support.s3 import S3
 
 KINDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]
 

@@ -11,7 +11,7 @@ from elastic_runner.checkpoint.manifest import list_checkpoints
 from elastic_runner.config import CheckpointConfig
 from tests.support import checkpoint_jobs as jobs
 from tests.support.ranks import run_ranks
-from tests.support.s3 import S3, s3, s3_endpoint  # noqa: F401
+from tests.support.s3 import S3
 
 FORMATS = pytest.mark.parametrize("format", ["sharded", "full"])
 
@@ -44,7 +44,7 @@ def test_any_world_and_strategy_takes_over(format: str, tmp_path: Path) -> None:
 
 @pytest.mark.s3
 @FORMATS
-def test_on_an_object_store_too(format: str, s3: S3) -> None:  # noqa: F811
+def test_on_an_object_store_too(format: str, s3: S3) -> None:
     pass_on(s3.url, s3.options, format, [("fsdp", 2), ("single", 1)])
 
 
