@@ -17,6 +17,7 @@ import torch.distributed as dist
 from elastic_runner.errors import ElasticRunnerError, LoopError, PeerLost, PhaseTimeout
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,24 @@ class Coordinator:
             _raise(outcome.error, 0, self.rank)
         return outcome.value
 
+    def decide(self, label: str, value: T, action: Callable[[list[T]], Sequence[U]]) -> U:
+        """Send every rank's ``value`` to global rank 0 and get back this rank's part of what ``action`` makes of them.
+
+        What is large and different on each rank goes to one place only, not to all. An error in ``action`` is
+        everybody's. Unlabelled: call it where an exchange has just shown that all ranks are at the same place.
+        """
+        if self.group is None:
+            return action([value])[0]
+        asked: list[Any] | None = [None] * self.world_size if self.is_main else None
+        mine: list[Any] = [None]
+        with _mapped(label):
+            dist.gather_object(_sendable(_Outcome(label, value)), asked, group=self.group, group_dst=0)
+            answers = None if asked is None else _answers(label, asked, action)
+            dist.scatter_object_list(mine, answers, group=self.group, group_src=0)
+        if mine[0].error is not None:
+            _raise(mine[0].error, 0, self.rank)
+        return mine[0].value
+
     def sum(self, label: str, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum of a CPU tensor over ranks, in rank order.
 
@@ -106,6 +125,8 @@ class Place(Protocol):
     """For steps and decisions."""
     checkpoint_coordinator: Coordinator
     """For saving and loading, with the deadlines of those."""
+    background_coordinator: Coordinator
+    """For what is written beside training: its exchanges must never meet those of the steps in one group."""
     device: torch.device
     """Where the model lives."""
     attempt: int
@@ -126,6 +147,24 @@ def _attempt(label: str, action: Callable[[], T]) -> _Outcome:
         raise
     except BaseException as error:
         return _Outcome(label, error=_portable(error))
+
+
+def _answers(label: str, asked: Sequence[_Outcome], action: Callable[[list[Any]], Sequence[Any]]) -> list[_Outcome]:
+    """What ``decide`` sends back: to each rank its part, or to all the same error."""
+
+    def parts() -> list[Any]:
+        error = next((one.error for one in asked if one.error is not None), None)
+        if error is not None:
+            raise error
+        parts = list(action([one.value for one in asked]))
+        if len(parts) != len(asked):
+            raise LoopError(f"'{label}': {len(parts)} parts for {len(asked)} ranks")
+        return parts
+
+    decided = _attempt(label, parts)
+    answers = [_sendable(_Outcome(label, part)) for part in decided.value or ()]
+    error = decided.error or next((answer.error for answer in answers if answer.error is not None), None)
+    return answers if error is None else [_Outcome(label, error=error)] * len(asked)
 
 
 def _sendable(outcome: _Outcome) -> _Outcome:

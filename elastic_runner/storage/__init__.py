@@ -2,6 +2,6 @@
 
 from elastic_runner.storage.local import LocalStorage
 from elastic_runner.storage.protocol import Storage, Written
-from elastic_runner.storage.remote import FsspecStorage, open_storage
+from elastic_runner.storage.remote import FsspecStorage, creates_exclusively, open_storage
 
-__all__ = ["FsspecStorage", "LocalStorage", "Storage", "Written", "open_storage"]
+__all__ = ["FsspecStorage", "LocalStorage", "Storage", "Written", "creates_exclusively", "open_storage"]

@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from elastic_runner.errors import AccessDenied, NotFound
+from elastic_runner.errors import AccessDenied, Damaged, NotFound
+from elastic_runner.storage.direct import DirectWriter, open_direct, read_direct
 from elastic_runner.storage.faults import mapped
-from elastic_runner.storage.protocol import DigestWriter, WriteAll
+from elastic_runner.storage.protocol import Bulk, Digest, DigestWriter, WriteAll, Written
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -42,7 +43,8 @@ class LocalStorage:
         """Replace by rename."""
         target = self._at(path)
         with mapped(f"write {target}"):
-            with self._temporary(target, data) as temporary:
+            with self._temporary(target) as temporary:
+                _write_durably(temporary, data)
                 temporary.replace(target)
             _sync_directory(target.parent)
 
@@ -50,7 +52,8 @@ class LocalStorage:
         """Create by link, which fails when the target exists and never shows a part of the file."""
         target = self._at(path)
         with mapped(f"create {target}"):
-            with self._temporary(target, data) as temporary:
+            with self._temporary(target) as temporary:
+                _write_durably(temporary, data)
                 try:
                     os.link(temporary, target)
                 except OSError as error:
@@ -66,15 +69,54 @@ class LocalStorage:
         what = f"write {target}"
         with mapped(what):
             _make_directory(target.parent)
-            file = target.open("wb", buffering=0)
-        with file:
-            stream = DigestWriter(cast(BinaryIO, WriteAll(file.fileno())), what)
+            handle = open_direct(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            stream = DigestWriter(cast(BinaryIO, DirectWriter(handle)), what)
             with stream.honest():
                 yield stream
             with mapped(what):
-                os.fsync(file.fileno())
+                os.fsync(handle)
+        finally:
+            os.close(handle)
         with mapped(what):
             _sync_directory(target.parent)
+
+    def write_bulk(self, path: str, bulk: Bulk) -> Written:
+        """Past the page cache where the file system can: its pages would be of no use to anybody."""
+        with self.writer(path) as stream:
+            for block in bulk.blocks():
+                stream.write(block)
+        return stream.written(path)
+
+    def put_file(self, path: str, local: Path) -> None:
+        """Copied by the kernel, then renamed."""
+        target = self._at(path)
+        with mapped(f"write {target}"):
+            with self._temporary(target) as temporary:
+                shutil.copyfile(local, temporary)
+                _sync_file(temporary)
+                temporary.replace(target)
+            _sync_directory(target.parent)
+
+    def read_into(self, path: str, buffer: memoryview) -> Written:
+        """Past the page cache where the file system can."""
+        target = self._file(path)
+        digest = Digest()
+        with mapped(f"read {target}"):
+            handle = open_direct(target, os.O_RDONLY)
+            try:
+                if (size := os.fstat(handle).st_size) == len(buffer):
+                    blocks = read_direct(handle, buffer)
+                    block = next(blocks, None)
+                    while block is not None:
+                        with digest.taking(block):  # while the next one comes in
+                            block = next(blocks, None)
+                    size = digest.size  # the file may have been cut meanwhile
+            finally:
+                os.close(handle)
+        if size != len(buffer):
+            raise Damaged(f"{target} has {size} bytes instead of {len(buffer)}")
+        return digest.written(path)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
@@ -99,11 +141,7 @@ class LocalStorage:
         """File and directory fsync."""
         target = self._file(path)
         with mapped(f"sync {target}"):
-            handle = os.open(target, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            _sync_file(target)
             _sync_directory(target.parent)
 
     def list(self, path: str) -> list[str]:
@@ -142,14 +180,10 @@ class LocalStorage:
         return target
 
     @contextmanager
-    def _temporary(self, target: Path, data: bytes) -> Iterator[Path]:
+    def _temporary(self, target: Path) -> Iterator[Path]:
         _make_directory(target.parent)
         temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
             yield temporary
         finally:
             with suppress(FileNotFoundError):
@@ -168,12 +202,27 @@ def _make_directory(directory: Path) -> None:
         raise AccessDenied(f"cannot make directory {directory}: a file is in its place") from error
 
 
+def _write_durably(file: Path, data: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def _create_exclusively(target: Path, data: bytes) -> None:
     """For file systems without hard links (FUSE mounts of buckets): a reader may see a part of the file."""
     with target.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_file(file: Path) -> None:
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync_directory(directory: Path) -> None:

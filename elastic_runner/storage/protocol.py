@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -14,6 +15,8 @@ import xxhash
 
 from elastic_runner.errors import StorageError
 from elastic_runner.storage.faults import mapped
+
+_WORTH_A_THREAD = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,23 @@ class Written:
     """Bytes."""
     digest: str
     """xxh3-128 of the bytes, in hex."""
+
+    def within(self, directory: str) -> Written:
+        """The same, its path relative to ``directory``."""
+        return replace(self, path=self.path.removeprefix(directory))
+
+
+class Bulk(Protocol):
+    """A file that lies in memory, or is about to."""
+
+    @property
+    def path(self) -> Path:
+        """The same bytes as a local file, complete when ``blocks`` has ended."""
+        ...
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes in order, each block when it is there; page-aligned where that is possible."""
+        ...
 
 
 class Storage(Protocol):
@@ -60,6 +80,21 @@ class Storage(Protocol):
         """
         ...
 
+    def write_bulk(self, path: str, bulk: Bulk) -> Written:
+        """A new file from memory, at the device's speed; an error leaves none that looks whole, as with ``writer``.
+
+        What ``bulk.blocks`` raises passes unchanged.
+        """
+        ...
+
+    def put_file(self, path: str, local: Path) -> None:
+        """A new file from a local one; a reader sees nothing or all of it."""
+        ...
+
+    def read_into(self, path: str, buffer: memoryview) -> Written:
+        """Fill ``buffer`` with the whole file, at the device's speed. Raises NotFound, and Damaged for another size."""
+        ...
+
     def local_copy(self, path: str) -> AbstractContextManager[Path]:
         """The file as a local one for as long as the context lasts."""
         ...
@@ -85,6 +120,34 @@ class Storage(Protocol):
         ...
 
 
+class Digest:
+    """Counts and digests (xxh3-128) what passes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        """Bytes so far."""
+        self._hash = xxhash.xxh3_128()
+
+    @contextmanager
+    def taking(self, view: memoryview) -> Iterator[None]:
+        """Take ``view`` in, beside the block where that is worth a thread: hashing and writing let go of the GIL."""
+        thread = threading.Thread(target=self._hash.update, args=(view,)) if len(view) >= _WORTH_A_THREAD else None
+        if thread is not None:
+            thread.start()
+        try:
+            yield
+        finally:
+            if thread is not None:
+                thread.join()
+        if thread is None:
+            self._hash.update(view)
+        self.size += len(view)
+
+    def written(self, path: str) -> Written:
+        """The record of what passed."""
+        return Written(path=path, size=self.size, digest=self._hash.hexdigest())
+
+
 class DigestWriter(RawIOBase):
     """A binary stream that counts and digests what passes to ``sink``; ``what`` names it in errors."""
 
@@ -92,8 +155,7 @@ class DigestWriter(RawIOBase):
         self._sink = sink
         self._what = what
         self._failure: StorageError | None = None
-        self._hash = xxhash.xxh3_128()
-        self._size = 0
+        self._digest = Digest()
 
     def writable(self) -> bool:
         """Always."""
@@ -103,18 +165,16 @@ class DigestWriter(RawIOBase):
         """Write all of ``data``. Raises StorageError."""
         view = memoryview(data).cast("B")
         try:
-            with mapped(self._what):
+            with self._digest.taking(view), mapped(self._what):
                 self._sink.write(view)
         except StorageError as error:
             self._failure = error
             raise
-        self._hash.update(view)
-        self._size += len(view)
         return len(view)
 
     def tell(self) -> int:
         """Bytes written so far."""
-        return self._size
+        return self._digest.size
 
     @contextmanager
     def honest(self) -> Iterator[None]:
@@ -132,7 +192,7 @@ class DigestWriter(RawIOBase):
 
     def written(self, path: str) -> Written:
         """The record of what passed."""
-        return Written(path=path, size=self._size, digest=self._hash.hexdigest())
+        return self._digest.written(path)
 
 
 def _storage_error_behind(error: BaseException | None) -> StorageError | None:

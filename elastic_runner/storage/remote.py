@@ -1,34 +1,50 @@
 """Storage on any fsspec filesystem (s3, gs, memory, ...), and the choice between it and LocalStorage.
 
 What is known of s3fs 2026.9 and avoided here: ``open("wb")`` commits on an exception and uploads parts one after
-the other, listings are cached, a lost exclusive create is OSError(EINVAL) on some servers. So files are spooled to
-local disk and put whole, and listings are never cached.
+the other, so files are spooled to local disk and put whole; listings are cached, so the caches are passed by; a lost
+exclusive create is OSError(EINVAL) on some servers; ``rm`` swallows errors of single objects, so what is left is
+looked for; a request given up would go on and take effect later, so it is cancelled; an upload that cannot be aborted
+at once (the server is away) stays in progress, so it is aborted later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_runner.config import nested_options
-from elastic_runner.errors import AlreadyExists, ConfigError, NotFound
-from elastic_runner.storage.faults import hide, mapped, retried
+from elastic_runner.errors import AlreadyExists, ConfigError, Damaged, NotFound, StorageError
+from elastic_runner.storage.calls import Call, Progress, fill
+from elastic_runner.storage.faults import Deadline, hide, mapped, retried
 from elastic_runner.storage.local import LocalStorage
-from elastic_runner.storage.protocol import DigestWriter, Storage, WriteAll
+from elastic_runner.storage.protocol import Bulk, Digest, DigestWriter, Storage, WriteAll, Written
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PART = 8 << 20
+"""Bytes of one part of an S3 object, sent or fetched beside others."""
+
+_WINDOW = 8 * PART
+# S3 takes no more parts.
+_MOST_PARTS = 10_000
 _PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
 _SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNORECASE)
 # fsspec's memory filesystem looks and then stores; threads of one process race for it.
@@ -44,9 +60,9 @@ def open_storage(url: str, options: dict[str, str] | None = None, seconds: float
     if _PASSWORD.search(url):
         raise ConfigError(f"storage URL {hide(url)!r} holds a password: give it as an option (storage_options) instead")
     arguments = nested_options(options or {})
-    if url.partition("://")[0] in ("s3", "s3a"):
-        arguments.setdefault("use_listings_cache", False)
     try:
+        if url.partition("://")[0] in ("s3", "s3a"):
+            _set_up_s3(arguments, seconds)
         filesystem, root = fsspec.core.url_to_fs(url, **arguments)
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"cannot open storage {hide(url)!r}: {error}") from error
@@ -54,6 +70,29 @@ def open_storage(url: str, options: dict[str, str] | None = None, seconds: float
         return LocalStorage(root)
     secrets = [value for name, value in (options or {}).items() if _SECRET.search(name) and len(value) > 3]
     return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets)
+
+
+def _set_up_s3(arguments: dict[str, Any], seconds: float) -> None:
+    """Defaults that leave time for other tries where one connection hangs; options are text, s3fs takes numbers."""
+    config = arguments.setdefault("config_kwargs", {})
+    config.setdefault("connect_timeout", min(5.0, seconds / 6))
+    config.setdefault("read_timeout", min(15.0, seconds / 6))
+    arguments.setdefault("use_listings_cache", False)
+    arguments.setdefault("default_block_size", PART)
+    for place, name, kind in (
+        (config, "connect_timeout", float),
+        (config, "read_timeout", float),
+        (config, "max_pool_connections", int),
+        (arguments, "max_concurrency", int),
+        (arguments, "default_block_size", int),
+    ):
+        if name in place:
+            place[name] = kind(place[name])
+
+
+def creates_exclusively(storage: Storage, path: str) -> bool:
+    """Whether the store itself lets one of two creators of a file win; a file named from ``path`` comes and goes."""
+    return not isinstance(storage, FsspecStorage) or storage.creates_exclusively(path)
 
 
 class FsspecStorage:
@@ -64,11 +103,16 @@ class FsspecStorage:
         self._root = root.rstrip("/")
         self._seconds = seconds
         self._secrets = tuple(secrets)
+        self._is_s3 = isinstance(filesystem, AsyncFileSystem) and "s3" in filesystem.protocol
+        self._abandoned: set[str] = set()
         self.url = url if url.endswith("://") else url.rstrip("/")
 
     def read(self, path: str) -> bytes:
         """The whole object."""
-        return self._retried("read", path, lambda at: cast(bytes, self._fs.cat_file(at)))
+        return self._read(path, Deadline(self._seconds))
+
+    def _read(self, path: str, deadline: Deadline) -> bytes:
+        return self._retried("read", path, lambda call, at: cast(bytes, call("cat_file", at)), deadline)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """A part of the object."""
@@ -76,36 +120,59 @@ class FsspecStorage:
             self.size(path)
             return b""
         return self._retried(
-            "read", path, lambda at: cast(bytes, self._fs.cat_file(at, start=offset, end=offset + length))
+            "read", path, lambda call, at: cast(bytes, call("cat_file", at, start=offset, end=offset + length))
         )
 
     def put(self, path: str, data: bytes) -> None:
         """One whole object; stores replace it atomically."""
-        self._retried("write", path, lambda at: self._fs.pipe_file(at, data))
+        parts = self._parts(len(data))
+        self._upload("write", path, len(data), lambda call, at, _: call("pipe_file", at, data, **parts))
+
+    def put_file(self, path: str, local: Path) -> None:
+        """One whole object, its parts sent beside each other."""
+        with mapped(f"read {local}"):
+            size = local.stat().st_size
+        parts = self._parts(size)
+        self._upload(
+            "write", path, size, lambda call, at, progress: call("put_file", str(local), at, callback=progress, **parts)
+        )
 
     def create(self, path: str, data: bytes) -> None:
         """Exclusive create where the store has it; read back in any case, since some stores only pretend."""
-        if self._retried("look for", path, self._is_there):
+        deadline = Deadline(self._seconds)
+        if self._retried("look for", path, self._is_there, deadline):
             raise AlreadyExists(f"{self._name(path)} exists")
         try:
-            self._retried("create", path, lambda at: self._create(at, data))
+            self._upload("create", path, len(data), lambda call, at, _: self._create(data, call, at), deadline)
         except AlreadyExists:
             # A retry after a lost answer meets our own object.
-            if self.read(path) != data:
+            if self._read(path, deadline) != data:
                 raise
-        if self.read(path) != data:
+        if self._read(path, deadline) != data:
             raise AlreadyExists(f"{self._name(path)} was created by another writer at the same time")
 
-    def _is_there(self, at: str) -> bool:
-        self._fs.invalidate_cache()
-        return bool(self._fs.exists(at))
+    def creates_exclusively(self, path: str) -> bool:
+        """Whether the store refuses a second create; tried on an object of our own, named from ``path``."""
+        path = f"{path}-{uuid.uuid4().hex}"
+        try:
+            for data in (b"first", b"second"):
+                self._retried("create", path, partial(self._create, data))
+        except AlreadyExists:  # the first too, met again after a lost answer, was refused by the store
+            return True
+        finally:
+            self.delete(path)
+        return False
 
-    def _create(self, at: str, data: bytes) -> None:
+    def _is_there(self, call: Call, at: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(call("exists", at))
+
+    def _create(self, data: bytes, call: Call, at: str) -> None:
         with _MEMORY_LOCK if isinstance(self._fs, MemoryFileSystem) else contextlib.nullcontext():
             try:
-                self._fs.pipe_file(at, data, mode="create")
+                call("pipe_file", at, data, mode="create", **self._parts(len(data)))
             except TypeError:  # a filesystem without conditional writes
-                self._fs.pipe_file(at, data)
+                call("pipe_file", at, data)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[DigestWriter]:
@@ -117,14 +184,41 @@ class FsspecStorage:
             stream = DigestWriter(cast(BinaryIO, WriteAll(spool.fileno())), what)
             with stream.honest():
                 yield stream
-            self._retried("write", path, lambda at: self._fs.put_file(spool.name, at))
+            self.put_file(path, Path(spool.name))
+
+    def write_bulk(self, path: str, bulk: Bulk) -> Written:
+        """Put the local file that the bulk ends up as."""
+        digest = Digest()
+        for block in bulk.blocks():
+            with digest.taking(block):
+                pass
+        self.put_file(path, bulk.path)
+        return digest.written(path)
+
+    def read_into(self, path: str, buffer: memoryview) -> Written:
+        """Ranges fetched beside each other, a window of them at a time."""
+        if (size := self.size(path)) != len(buffer):
+            raise Damaged(f"{self._name(path)} has {size} bytes instead of {len(buffer)}")
+        digest = Digest()
+        for start in range(0, size, _WINDOW):
+            window = buffer[start : start + _WINDOW]
+            self._retried("read", path, partial(fill, window, start, PART))
+            with digest.taking(window):
+                pass
+        return digest.written(path)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
         """A download into a temporary file."""
         with tempfile.TemporaryDirectory(prefix="elastic-runner-") as directory:
             target = Path(directory) / "file"
-            self._retried("read", path, lambda at: self._fs.get_file(at, str(target)))
+            deadline = Deadline(self._seconds)
+            self._retried(
+                f"copy to {tempfile.gettempdir()}:",
+                path,
+                lambda call, at: call("get_file", at, str(target), callback=Progress(deadline)),
+                deadline,
+            )
             yield target
 
     def append(self, path: str, data: bytes) -> bool:
@@ -137,10 +231,10 @@ class FsspecStorage:
     def list(self, path: str) -> list[str]:
         """Names below a prefix, past any listing cache."""
 
-        def names(at: str) -> list[str]:
+        def names(call: Call, at: str) -> list[str]:
             self._fs.invalidate_cache()
             try:
-                entries = self._fs.ls(at, detail=False)
+                entries = call("ls", at, detail=False)
             except FileNotFoundError:
                 return []
             found = {
@@ -155,9 +249,9 @@ class FsspecStorage:
     def size(self, path: str) -> int:
         """Bytes of an object."""
 
-        def size(at: str) -> int:
+        def size(call: Call, at: str) -> int:
             self._fs.invalidate_cache()
-            info = self._fs.info(at)
+            info = call("info", at)
             if info.get("type") == "directory":
                 raise NotFound(f"{self._name(path)} is a directory")
             return int(info["size"])
@@ -167,15 +261,15 @@ class FsspecStorage:
     def delete(self, path: str) -> None:
         """Delete an object, or all below a prefix."""
 
-        def delete(at: str) -> None:
+        def delete(call: Call, at: str) -> None:
             self._fs.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
-                if not has_magic(at):
-                    self._fs.rm(at, recursive=True)
-                    return
                 # ``rm`` would take it for a pattern, and runs/[1] would delete from runs/1.
-                for each in self._fs.find(at):
-                    self._fs.rm_file(each)
+                if not has_magic(at):
+                    call("rm", at, recursive=True)
+                    self._fs.invalidate_cache()
+                for each in call("find", at):
+                    call("rm_file", each)
 
         self._retried("delete", path, delete)
 
@@ -185,6 +279,68 @@ class FsspecStorage:
     def _name(self, path: str) -> str:
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{path}"
 
-    def _retried(self, verb: str, path: str, action: Callable[[str], T]) -> T:
-        at = self._at(path)
-        return retried(lambda: action(at), f"{verb} {self._name(path)}", self._seconds, self._secrets)
+    def _parts(self, size: int) -> dict[str, int]:
+        return {"chunksize": max(PART, -(-size // _MOST_PARTS))} if self._is_s3 else {}
+
+    def _upload(
+        self,
+        verb: str,
+        path: str,
+        size: int,
+        send: Callable[[Call, str, Callback], object],
+        deadline: Deadline | None = None,
+    ) -> None:
+        """Send an object of ``size`` bytes; parts that a failed try leaves on the store are taken away."""
+        deadline = deadline or Deadline(self._seconds)
+
+        in_parts = self._is_s3 and size >= 2 * PART  # s3fs's own limit
+
+        def attempt(call: Call, at: str) -> None:
+            self._abort_abandoned(call)
+            try:
+                send(call, at, Progress(deadline))
+            except BaseException:
+                if in_parts:
+                    self._abandoned.add(at)
+                raise
+
+        try:
+            self._retried(verb, path, attempt, deadline)
+        finally:
+            if in_parts:  # succeeded or not: where the answer to its beginning was lost, s3fs has begun another one
+                self._abandoned.add(self._at(path))
+                self._clean_up(path)
+
+    def _clean_up(self, path: str) -> None:
+        # Not for long: where the server is away, the next upload sees to it.
+        soon = Deadline(min(self._seconds / 3, 10))
+        with contextlib.suppress(StorageError):
+            self._retried("abort uploads of", path, lambda call, _: self._abort_abandoned(call), soon)
+        for at in sorted(self._abandoned):
+            log.warning("an unfinished upload of %s may be on the store; the next upload looks again", at)
+
+    def _abort_abandoned(self, call: Call) -> None:
+        """Take parts of failed uploads away. Never fails: some may upload and not list what is in progress."""
+        for at in list(self._abandoned):
+            bucket, key, _ = self._fs.split_path(at)
+            with contextlib.suppress(Exception):
+                answer = call("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
+                for each in answer.get("Uploads", []):
+                    if each["Key"] == key:
+                        call("abort_mpu", bucket, key, each["UploadId"])
+                self._abandoned.discard(at)
+
+    def _retried(self, verb: str, path: str, action: Callable[[Call, str], T], deadline: Deadline | None = None) -> T:
+        calls: list[Call] = []
+
+        def attempt() -> T:
+            calls.append(Call(self._fs))
+            return action(calls[-1], self._at(path))
+
+        return retried(
+            attempt,
+            f"{verb} {self._name(path)}",
+            deadline or Deadline(self._seconds),
+            self._secrets,
+            give_up=lambda: bool(calls) and calls[-1].give_up(),
+        )
