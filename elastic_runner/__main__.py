@@ -2,7 +2,7 @@
 
 import sys
 
-from elastic_runner.cli import main
+from elastic_runner.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

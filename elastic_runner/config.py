@@ -28,6 +28,7 @@ else:
 Positive = Annotated[int, Gt(0)]
 NotNegative = Annotated[int, Ge(0)]
 Seconds = Annotated[float, Gt(0)]
+Hours = Annotated[float, Gt(0)]
 
 STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 """Unknown names are errors. A recipe's own sections use it too."""
@@ -133,8 +134,30 @@ class CheckpointConfig:
     """Save every so many steps, and at the last one."""
     format: Literal["sharded", "full"] = "sharded"
     """sharded: every rank writes its part, in DCP layout. full: one file by global rank 0 that torch.load reads."""
+    mode: Literal["async", "sync"] = "async"
+    """async: a step waits for one copy of the state, and writing goes on beside training. sync: for all of it. The
+    run's last save is always waited for."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """async: what a save that is due does while the one before is still being written. Skipped ones are counted."""
+    spill: str | None = None
+    """A directory on each node where a save goes that the storage does not take. It is uploaded when the run is
+    started again; the next save that succeeds makes it needless."""
+    failures_allowed: NotNegative = 3
+    """Saves that may fail in a row, through trouble with the storage, before the run ends by SaveFailed."""
     keep: Positive = 3
-    """Newest checkpoints to keep."""
+    """Newest healthy checkpoints to keep. What another keep_* field or a pin keeps comes on top."""
+    keep_every: Positive | None = None
+    """Keep besides the first checkpoint at or after every multiple of so many steps."""
+    keep_hours: Hours | None = None
+    """Keep besides the first checkpoint, and then one every so many hours."""
+    keep_best: NotNegative = 0
+    """Keep besides so many of the best by best_metric, of those that were saved with that metric."""
+    best_metric: Annotated[str, MinLen(1)] = "loss"
+    """Name of a metric given at save."""
+    best_mode: Literal["min", "max"] = "min"
+    """Whether smaller or larger is better."""
+    demote_after: NotNegative = 2
+    """Go back to an older checkpoint when the newest has led to the same failure so many times. 0: never."""
     verify: Literal["digests", "sizes"] = "digests"
     """What restore checks before it loads."""
     allow_missing: tuple[str, ...] = ()

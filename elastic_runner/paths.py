@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal, NamedTuple
 
 SUMMARY = "summary.json"
 SAMPLE = "sample.txt"
@@ -13,6 +14,9 @@ CHECKPOINTS = "checkpoints"
 _ATTEMPT = re.compile(r"^(\d{6})\.json$")
 _STEP = re.compile(r"^step-(\d+)$")
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.json$")
+_DATA = re.compile(r"^data-(\d{6})$")
+_MARK = re.compile(r"^(pinned|suspect|reading)-(\d{6})(?:-(\d+)(?:-\w+)?)?\.json$")
+_END = re.compile(r"^(\d{6})-end\.json$")
 
 
 def join(url: str, *names: str) -> str:
@@ -28,6 +32,17 @@ def attempt_record(attempt: int) -> str:
 def attempt_number(name: str) -> int | None:
     """The attempt that a file name in ``attempts/`` stands for."""
     match = _ATTEMPT.match(name)
+    return int(match.group(1)) if match else None
+
+
+def attempt_end(attempt: int) -> str:
+    """How an attempt ended, when it failed: written by the first rank that had the error."""
+    return f"{ATTEMPTS}/{attempt:06d}-end.json"
+
+
+def ended_attempt(name: str) -> int | None:
+    """The attempt whose end a file name in ``attempts/`` stands for."""
+    match = _END.match(name)
     return int(match.group(1)) if match else None
 
 
@@ -58,6 +73,53 @@ def manifest_attempt(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def committed(path: str) -> tuple[int, int] | None:
+    """Step and attempt of the checkpoint whose ``manifest`` this is; None for another path."""
+    directory, _, name = path.partition("/")
+    step, attempt = step_number(directory), manifest_attempt(name)
+    return None if step is None or attempt is None else (step, attempt)
+
+
 def data_directory(step: int, attempt: int) -> str:
     """Where one attempt puts the data files of one checkpoint."""
     return f"{step_directory(step)}/data-{attempt:06d}"
+
+
+def data_attempt(name: str) -> int | None:
+    """The attempt that a data directory of this name belongs to; None for other names."""
+    match = _DATA.match(name)
+    return int(match.group(1)) if match else None
+
+
+def pin(step: int, attempt: int) -> str:
+    """Says that a checkpoint is to stay."""
+    return f"{step_directory(step)}/pinned-{attempt:06d}.json"
+
+
+def suspicion(step: int, attempt: int, by: int) -> str:
+    """Says why attempt ``by`` distrusts a checkpoint."""
+    return f"{step_directory(step)}/suspect-{attempt:06d}-{by:06d}.json"
+
+
+def lease(step: int, attempt: int, taken: float, token: str) -> str:
+    """Says that somebody has been reading a checkpoint since ``taken`` (seconds since the epoch)."""
+    return f"{step_directory(step)}/reading-{attempt:06d}-{int(taken):010d}-{token}.json"
+
+
+class MarkName(NamedTuple):
+    """What the name of a mark says."""
+
+    kind: Literal["pinned", "suspect", "reading"]
+    """What is said of the checkpoint."""
+    attempt: int
+    """The attempt that wrote the checkpoint."""
+    number: int
+    """suspect: the attempt that says so; reading: since when, seconds since the epoch."""
+
+
+def mark(name: str) -> MarkName | None:
+    """The mark that a file name in a step directory stands for; None for other files."""
+    match = _MARK.match(name)
+    if match is None or (match.group(1) == "pinned") != (match.group(3) is None):
+        return None
+    return MarkName(match.group(1), int(match.group(2)), int(match.group(3) or 0))  # type: ignore[arg-type]

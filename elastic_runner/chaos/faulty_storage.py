@@ -9,7 +9,7 @@ from typing import Literal
 
 from elastic_runner.errors import StorageError
 from elastic_runner.storage import Storage, Written
-from elastic_runner.storage.protocol import DigestWriter
+from elastic_runner.storage.protocol import Bulk, DigestWriter
 
 How = Literal["error", "death"]
 
@@ -73,6 +73,21 @@ class FaultyStorage:
             yield _FaultyWriter(stream, self, path)
             self.change(f"close {path}")
 
+    def write_bulk(self, path: str, bulk: Bulk) -> Written:
+        """Counted three times."""
+        self.change(f"open {path}")
+        return self._inner.write_bulk(path, _FaultyBulk(bulk, self, path))
+
+    def put_file(self, path: str, local: Path) -> None:
+        """Counted."""
+        self.change(f"put {path}")
+        self._inner.put_file(path, local)
+
+    def read_into(self, path: str, buffer: memoryview) -> Written:
+        """Passed on."""
+        self._alive()
+        return self._inner.read_into(path, buffer)
+
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
         """Passed on."""
@@ -108,6 +123,28 @@ class FaultyStorage:
     def _alive(self) -> None:
         if self._dead:
             raise Died
+
+
+class _FaultyBulk:
+    """Stops in the middle of the first block, or after the last, when that is the change to fail at."""
+
+    def __init__(self, bulk: Bulk, storage: FaultyStorage, path: str) -> None:
+        self._bulk = bulk
+        self._storage = storage
+        self._path = path
+
+    @property
+    def path(self) -> Path:
+        return self._bulk.path
+
+    def blocks(self) -> Iterator[memoryview]:
+        for number, block in enumerate(self._bulk.blocks()):
+            half = len(block) // 2 if number == 0 else 0
+            yield block[:half]
+            if number == 0:
+                self._storage.change(f"write {self._path}")
+            yield block[half:]
+        self._storage.change(f"close {self._path}")
 
 
 class _FaultyWriter(DigestWriter):

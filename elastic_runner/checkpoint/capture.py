@@ -59,11 +59,17 @@ class Captured:
     """Tensors (DTensors where sharded), not copied."""
     plain: dict[str, Any] = field(default_factory=dict)
     """Plain data that a weights-only load accepts."""
+    trained: set[str] = field(default_factory=set)
+    """Keys of parameters and of what the optimizer keeps of them: NaN or infinity there means that training is lost."""
 
     def only_shared(self) -> Captured:
         """What ranks other than 0 contribute: model, optimizer and shards. All else is rank 0's, never a mixture."""
         tensors = {k: t for k, t in self.tensors.items() if not k.startswith("state.") or isinstance(t, DTensor)}
-        return Captured(tensors=tensors)
+        return Captured(tensors=tensors, trained=self.trained)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What must be the same for a layout made for one save to fit the next."""
+        return tuple((key, t.dtype, t.shape, _local(t).shape) for key, t in self.tensors.items())
 
 
 def capture(parts: Parts) -> Captured:
@@ -85,6 +91,8 @@ def _capture_model(model: nn.Module, result: Captured) -> None:
             continue
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
             result.tensors[f"model.{name}"] = value.detach()
+            if isinstance(value, nn.Parameter):
+                result.trained.add(f"model.{name}")
         else:
             plain[name] = pack(value, f"model.{name}", result.tensors)
     result.plain["model.aliases"] = tied
@@ -99,6 +107,7 @@ def _capture_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, resul
         for key, value in fields.items():
             if isinstance(value, torch.Tensor):
                 result.tensors[f"optimizer.state.{name}.{key}"] = value.detach()
+                result.trained.add(f"optimizer.state.{name}.{key}")
             else:
                 plain.setdefault(name, {})[key] = pack(value, f"optimizer.state.{name}.{key}", result.tensors)
     groups = []
@@ -189,6 +198,10 @@ def references(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [key for item in value for key in references(item)]
     return []
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _plain_key(key: Any, where: str) -> Any:

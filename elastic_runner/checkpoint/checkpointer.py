@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
-import torch.distributed.checkpoint as dcp
-
 from elastic_runner import paths
+from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Captured, Parts, capture
-from elastic_runner.checkpoint.full import FullReader, gather_full, write_full
-from elastic_runner.checkpoint.load import load_into, mapped_dcp
-from elastic_runner.checkpoint.manifest import Manifest, check_file, encode, list_checkpoints
+from elastic_runner.checkpoint.commit import Commit, CommitPlace
+from elastic_runner.checkpoint.full import FullSaver
+from elastic_runner.checkpoint.load import load_into
+from elastic_runner.checkpoint.manifest import Manifest, check_file, list_checkpoints
+from elastic_runner.checkpoint.marks import mark_suspect, reading, reasons
 from elastic_runner.checkpoint.matching import Lenience
-from elastic_runner.checkpoint.reader import Reader
-from elastic_runner.checkpoint.retention import superseded
-from elastic_runner.checkpoint.sharded import ShardedReader, ShardedWriter
+from elastic_runner.checkpoint.saver import Saver
+from elastic_runner.checkpoint.sharded import ShardedSaver
+from elastic_runner.checkpoint.source import open_source
+from elastic_runner.checkpoint.spill import Spill, bring_back
+from elastic_runner.checkpoint.trust import Candidate, candidates
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Place
-from elastic_runner.errors import (
-    CheckpointError,
-    Damaged,
-    Fenced,
-    NoUsableCheckpoint,
-    SaveFailed,
-    StorageError,
-)
-from elastic_runner.storage import Storage, Written, open_storage
+from elastic_runner.errors import Damaged, NotFound, NoUsableCheckpoint, SaveFailed, StorageError
+from elastic_runner.storage import Storage, creates_exclusively, open_storage
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointPlace(Place, Protocol):
+class CheckpointPlace(Place, CommitPlace, Protocol):
     """What a checkpointer needs of its worker."""
 
     run_url: str
@@ -43,17 +39,32 @@ class CheckpointPlace(Place, Protocol):
     """Options of the run directory's filesystem."""
     storage_timeout: float
     """Deadline of a storage operation, seconds."""
+    background: Background
+    """Where a save is written beside training."""
 
-    def check_fence(self) -> None:
-        """Raise Fenced when a newer attempt owns the run."""
+    @property
+    def node(self) -> str:
+        """What ranks that share memory and local files have in common."""
         ...
 
     def prepare_save(self, parts: Parts) -> None:
-        """Make replicated buffers equal on all ranks."""
+        """Make replicated buffers equal on all ranks. Collective."""
         ...
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is committed."""
+        ...
+
+    def restored(self, path: str) -> None:
+        """The run goes on from the checkpoint with this manifest."""
+        ...
+
+    def blamed(self) -> dict[str, str]:
+        """Checkpoints that led to the same failure again and again: why, by path of the manifest."""
+        ...
+
+    def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
+        """The save of this step was skipped, or has failed; training goes on."""
         ...
 
 
@@ -66,6 +77,8 @@ class FinishedStep(Protocol):
     """Whether it is the run's last one."""
     draining: bool
     """Whether all ranks have agreed to stop after it."""
+    save_ended: bool
+    """Whether, as all ranks know, the save in flight has ended on some rank."""
 
 
 class Checkpointer:
@@ -85,49 +98,76 @@ class Checkpointer:
         self._storage = storage or checkpoint_storage(
             config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout
         )
+        self._saver: Saver = (
+            FullSaver(main=self._coordinator.is_main) if config.format == "full" else ShardedSaver(worker.device)
+        )
+        self._spill = Spill(config.spill) if config.spill is not None else None
+        self._in_flight: int | None = None
         self._saved_step: int | None = None
+        self._failures = 0
         self._unusable: set[str] = set()
 
-    def maybe_save(self, step: FinishedStep) -> bool:
-        """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saved."""
-        if step.number % self._config.every and not step.is_last and not step.draining:
+    def maybe_save(self, step: FinishedStep, metrics: Mapping[str, float] | None = None) -> bool:
+        """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saves.
+
+        The step waits for one copy only (``checkpoint.mode``); the last save is waited for. A save that fails is
+        reported, and training goes on until ``checkpoint.failures_allowed`` are used up; then, and when the last one
+        fails, SaveFailed is raised. ``metrics``: results of an evaluation of this state, by which
+        ``checkpoint.keep_best`` chooses.
+        """
+        last = step.is_last or step.draining
+        if step.save_ended:
+            self._settle(step.number)
+        if step.number % self._config.every and not last:
             return False
-        self.save()
+        if self._in_flight is not None and self._config.when_busy == "skip" and not last:
+            reason = f"the save of step {self._in_flight} is still going on"
+            self._worker.not_saved(step.number, reason, skipped=True)
+            return False
+        self._settle(step.number)
+        self._begin(metrics or {}, wait=last or self._config.mode == "sync")
+        if last:
+            self._finish()
+        elif self._config.mode == "sync":
+            self._settle(step.number)
         return True
 
-    def save(self) -> None:
-        """Save the state after the last finished step. Raises SaveFailed on every rank when any rank fails."""
-        step = self._parts.step
-        if self._saved_step == step:
-            return
-        with self._worker.phase("save"), _as_save_failed(step):
-            self._worker.prepare_save(self._parts)
-            captured = self._capture(f"save: capture step {step}")
-            files = self._write(captured, paths.data_directory(step, self._worker.attempt))
-            self._coordinator.once("save: commit", lambda: self._commit(step, files))
-        self._saved_step = step
-        self._worker.saved(step)
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Save the state after the last finished step, and return when that is durable.
+
+        Raises SaveFailed, StorageFull or AccessDenied on every rank when any rank fails.
+        """
+        self._settle(self._parts.step)
+        self._begin(metrics or {}, wait=True)
+        self._finish()
 
     def restore(self) -> int:
         """Restore the newest usable checkpoint and return its step; 0 when there is none and the run starts fresh.
 
-        Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when there are checkpoints
-        but each is damaged; AccessDenied or StateError when no checkpoint could be saved later.
+        What is found damaged, or has led to the same failure ``checkpoint.demote_after`` times, is marked suspect and
+        from then on tried last. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when
+        there are checkpoints but each is damaged; AccessDenied or StateError when none could be saved later.
         """
         with self._worker.phase("load"):
             # What would make the first save fail shall not wait for it.
             self._coordinator.agree("restore: probe", self._probe)
             self._capture("restore: capture")
-            listing = self._coordinator.once("restore: list", lambda: list_checkpoints(self._storage))
-            rejected = list(listing.rejected)
-            for manifest in listing.manifests:
-                reason = self._verify(manifest) or self._load(manifest)
+            if self._spill is not None:
+                bring_back(self._spill, self._storage, self._coordinator)
+            chosen, rejected = self._coordinator.once("restore: list", self._candidates)
+            for said in rejected:
+                self._warn(f"checkpoint not used: {said}")
+            for candidate in chosen:
+                manifest = candidate.manifest
+                reason = self._try(manifest)
                 if reason is None:
+                    doubt = f"; for want of a better one: {candidate.doubt}" if candidate.doubt else ""
+                    by = f"{manifest.format}, by {manifest.world_size} ranks{doubt}"
+                    self._say(f"restored step {manifest.step} ({by})")
                     self._parts.step = self._saved_step = manifest.step
-                    self._say(f"restored step {manifest.step} ({manifest.format}, by {manifest.world_size} ranks)")
+                    self._worker.restored(manifest.path)
                     return manifest.step
                 rejected.append(f"step {manifest.step}: {reason}")
-                self._unusable.add(manifest.path)
                 self._warn(f"checkpoint not used: {rejected[-1]}")
         if rejected:
             raise NoUsableCheckpoint(
@@ -137,96 +177,140 @@ class Checkpointer:
         self._say("no checkpoint yet: starting from step 0")
         return 0
 
-    def _capture(self, label: str) -> Captured:
-        """This rank's state; an error in it is everybody's. Only that it went well travels, not the tensors."""
-        captured: list[Captured] = []
-        self._coordinator.agree(label, lambda: captured.append(capture(self._parts)))
-        return captured[0]
+    def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
+        """Copy the state and start writing it; with ``wait``, writing begins while the copy is made."""
+        step = self._parts.step
+        if step in (self._saved_step, self._in_flight):
+            return
+        with self._worker.phase("save"):
+            # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
+            captured, fits = self._capture(f"save of step {step}")
+            if not fits:
+                self._saver.allocate(captured, self._coordinator)
+            self._worker.prepare_save(self._parts)
+            self._saver.begin(captured)
+            if not wait:
+                self._saver.copy(captured)
+            commit = Commit(self._config, self._storage, self._spill, self._worker, self._unusable)
+            work = partial(commit.run, self._saver, step, dict(metrics))
+            self._worker.background.start(f"save of step {step}", work, partial(self._worker.saved, step))
+            self._in_flight = step
+            if wait:
+                self._copy_beside_writing(captured)
+
+    def _copy_beside_writing(self, captured: Captured) -> None:
+        try:
+            self._saver.copy(captured)
+        except BaseException:
+            self._saver.abandon()
+            raise
+
+    def _finish(self) -> None:
+        """Wait for the save in flight; its error is raised."""
+        if self._in_flight is None:
+            return
+        with self._worker.phase("save"):
+            step, error = self._in_flight, self._worker.background.outcome()
+        self._in_flight = None
+        if error is not None:
+            raise error
+        self._failures = 0
+        self._saved_step = step
+
+    def _settle(self, now: int) -> None:
+        """``_finish``, but a failure that the budget has room for is only reported."""
+        step = self._in_flight
+        try:
+            self._finish()
+        except (SaveFailed, StorageError) as error:
+            self._failures += 1
+            allowed = self._config.failures_allowed
+            if self._failures > allowed:
+                failed = f"{self._failures} saves in a row have failed (checkpoint.failures_allowed = {allowed})"
+                raise type(error)(f"{failed}; the last: {error}") from error
+            self._worker.not_saved(
+                step or now, f"{error} (failure {self._failures} of {allowed} allowed in a row)", skipped=False
+            )
+
+    def _capture(self, label: str) -> tuple[Captured, bool]:
+        """This rank's state, and whether the buffers fit it on all ranks; an error in it is everybody's."""
+        taken: list[Captured] = []
+
+        def take() -> bool:
+            captured = capture(self._parts)
+            taken.append(captured if self._coordinator.is_main else captured.only_shared())
+            return self._saver.fits(taken[0])
+
+        fits = self._worker.coordinator.agree(label, take)
+        return taken[0], all(fits)
 
     def _probe(self) -> None:
         name = f"probe-{self._worker.attempt:06d}-{self._coordinator.rank}"
         self._storage.put(name, b"can this rank write here?")
         self._storage.delete(name)
-
-    def _write(self, captured: Captured, directory: str) -> list[Written]:
-        if self._config.format == "full":
-            whole = gather_full(captured, keep=self._coordinator.is_main)
-            return self._coordinator.once(
-                "save: write full", lambda: write_full(self._storage, directory, captured, whole)
+        if self._coordinator.is_main and not creates_exclusively(self._storage, name):
+            log.warning(
+                "%s lets two writers create the same file: should two jobs ever save here at the same time, the fence "
+                "between them rests on reading back what was written",
+                self._storage.url,
             )
-        writer = ShardedWriter(self._storage, directory)
-        if not self._coordinator.is_main:
-            captured = captured.only_shared()
-        with mapped_dcp("save: write"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            dcp.save(
-                {**captured.tensors, **captured.plain},
-                storage_writer=writer,
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-                process_group=self._coordinator.group,
-            )
-        return [file for part in self._coordinator.gather("save: files", writer.files) for file in part]
 
-    def _commit(self, step: int, files: list[Written]) -> None:
-        root = paths.step_directory(step) + "/"
-        manifest = Manifest(
-            step=step,
-            attempt=self._worker.attempt,
-            world_size=self._coordinator.world_size,
-            format=self._config.format,
-            files=tuple(Written(path=f.path.removeprefix(root), size=f.size, digest=f.digest) for f in files),
-        )
-        self._worker.check_fence()
-        self._storage.create(manifest.path, encode(manifest))
-        log.info("saved step %d (%.1f MB)", step, manifest.size / 1e6)
-        self._prune(step)
+    def _candidates(self) -> tuple[list[Candidate], list[str]]:
+        """Committed checkpoints in the order in which to try them, and what is not one, in words."""
+        listing = list_checkpoints(self._storage)
+        blamed = self._worker.blamed()
+        words = dict(blamed)
+        for checkpoint in listing.checkpoints:
+            manifest, marks = checkpoint.manifest, checkpoint.marks
+            if marks.suspect:
+                words[manifest.path] = "; ".join(reasons(self._storage, marks))
+            elif manifest.path in blamed:
+                mark_suspect(self._storage, manifest, blamed[manifest.path], self._worker.attempt)
+        chosen = candidates(listing.checkpoints, words)
+        for candidate in chosen:
+            if candidate.doubt:
+                log.warning(
+                    "step %d is not used while there is a better one: %s", candidate.manifest.step, candidate.doubt
+                )
+        return chosen, list(listing.rejected)
 
-    def _prune(self, newest: int) -> None:
-        """Delete what is superseded; trouble here is reported, since the save itself is durable."""
-        try:
-            manifests = list_checkpoints(self._storage).manifests
-            for step in superseded(manifests, keep=self._config.keep, newest=newest, unusable=self._unusable):
-                for manifest in manifests:
-                    if manifest.step == step:
-                        self._storage.delete(manifest.path)  # first, so that no half-deleted one counts
-                self._storage.delete(paths.step_directory(step))
-            self._sweep({manifest.step for manifest in manifests})
-        except StorageError as error:
-            log.warning("old checkpoints could not be deleted: %s", error)
-
-    def _sweep(self, committed: set[int]) -> None:
-        """Delete what saves that were never committed have left, below the oldest committed step."""
-        for name in self._storage.list(""):
-            step = paths.step_number(name)
-            if step is None or step >= min(committed):
-                continue
-            # One with a manifest, also a damaged one, was committed once and is left for people to look at.
-            if not any(paths.manifest_attempt(file) is not None for file in self._storage.list(name)):
-                self._storage.delete(name)
+    def _try(self, manifest: Manifest) -> str | None:
+        """Load a checkpoint; the reason when it cannot be used, agreed by all."""
+        with ExitStack() as lease:
+            try:
+                self._coordinator.once("restore: lease", lambda: lease.enter_context(reading(self._storage, manifest)))
+            except NotFound:
+                return "it has been deleted meanwhile"
+            reason = self._verify(manifest) or self._load(manifest)
+        if reason is not None:
+            self._unusable.add(manifest.path)
+            attempt = self._worker.attempt
+            self._coordinator.once("restore: mark", lambda: mark_suspect(self._storage, manifest, reason, attempt))
+        return reason
 
     def _verify(self, manifest: Manifest) -> str | None:
-        """Check the files, shared out among the ranks; the first reason found, agreed by all."""
+        """Compare the files' sizes, shared out among the ranks; the first reason found, agreed by all."""
         rank, world = self._coordinator.rank, self._coordinator.world_size
-        digests = self._config.verify == "digests"
 
         def check() -> str | None:
             for file in manifest.files[rank::world]:
-                if reason := check_file(self._storage, manifest, file, digests=digests):
+                if reason := check_file(self._storage, manifest, file, digests=False):
                     return reason
             return None
 
-        reasons = self._coordinator.agree("restore: verify", check)
+        reasons = self._coordinator.agree("restore: sizes", check)
         return next((reason for reason in reasons if reason), None)
 
     def _load(self, manifest: Manifest) -> str | None:
         lenience = Lenience(allow_missing=self._config.allow_missing, allow_extra=self._config.allow_extra)
-        reader = open_reader(self._storage, manifest)
+        digests = self._config.verify == "digests"
+        source = open_source(self._storage, manifest, self._coordinator, node=self._worker.node, digests=digests)
         try:
-            load_into(self._parts, reader, self._coordinator, lenience)
+            load_into(self._parts, source, self._coordinator, lenience)
         except Damaged as error:
             return str(error)
         finally:
-            reader.close()
+            source.close()
         return None
 
     def _say(self, message: str) -> None:
@@ -245,20 +329,3 @@ def checkpoint_storage(
     if config.url is not None:
         return open_storage(config.url, config.options, seconds)
     return open_storage(paths.join(run_url, paths.CHECKPOINTS), config.options or run_options, seconds)
-
-
-def open_reader(storage: Storage, manifest: Manifest) -> Reader:
-    """The reader for a checkpoint's format."""
-    directory = paths.data_directory(manifest.step, manifest.attempt)
-    return FullReader(storage, directory) if manifest.format == "full" else ShardedReader(storage, directory)
-
-
-@contextmanager
-def _as_save_failed(step: int) -> Iterator[None]:
-    try:
-        yield
-    except (StorageError, CheckpointError) as error:
-        # Fenced, a full disk and the like say more, and a later save would not go better.
-        if not error.restartable or isinstance(error, (SaveFailed, Fenced)):
-            raise
-        raise SaveFailed(f"step {step} was not saved: {error}") from error

@@ -6,11 +6,13 @@ planner like the sharded one, so that resharding and strictness are the same.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,92 +21,124 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
+from elastic_runner.checkpoint.archive import only_data
 from elastic_runner.checkpoint.capture import Captured, references, unpack
-from elastic_runner.checkpoint.reader import Reader, done
-from elastic_runner.checkpoint.sharded import only_data, place
-from elastic_runner.storage import Storage, Written
+from elastic_runner.checkpoint.saver import Part, non_finite
+from elastic_runner.coordination import Coordinator
+from elastic_runner.errors import SaveFailed
+from elastic_runner.storage import Storage
 
 FILE = "full.pt"
 
 
-def gather_full(captured: Captured, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host, gathered one by one and kept only where ``keep``. Collective."""
-    whole: dict[str, torch.Tensor] = {}
-    for key in sorted(captured.tensors):
-        tensor = captured.tensors[key]
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        if keep:
-            copy = tensor.detach().cpu()
-            whole[key] = copy.clone() if copy.untyped_storage().nbytes() != copy.nbytes else copy
-    return whole
+class FullSaver:
+    """Rank 0 keeps a copy of everything on the host; sharded tensors are gathered one by one."""
+
+    def __init__(self, *, main: bool) -> None:
+        self._main = main
+        self._signature: tuple[Any, ...] | None = None
+        self._made_for: tuple[Any, ...] | None = None
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+        self._captured = Captured()
+        self._copied = threading.Event()
+        self._failed = False
+
+    def fits(self, captured: Captured) -> bool:
+        """Whether the copies were made for tensors of these names, types and shapes."""
+        self._signature = captured.signature()
+        self._shapes = {key: (t.shape, t.dtype) for key, t in captured.tensors.items()}
+        return self._signature == self._made_for
+
+    def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
+        """Make room on rank 0."""
+        self._copies, self._made_for = {}, None
+        coordinator.once("save: buffers", self._make_copies)
+        self._made_for = self._signature
+
+    def _make_copies(self) -> None:
+        self._copies = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in self._shapes.items()}
+
+    def begin(self, captured: Captured) -> None:
+        """The copies wait for new data."""
+        self._captured = Captured(plain=captured.plain, trained=captured.trained)
+        self._copied.clear()
+        self._failed = False
+
+    def copy(self, captured: Captured) -> None:
+        """Gather what is sharded, on every rank; keep it on rank 0."""
+        with torch.no_grad():
+            for key in sorted(captured.tensors):
+                tensor = captured.tensors[key]
+                if isinstance(tensor, DTensor):
+                    tensor = tensor.full_tensor()
+                if self._main:
+                    self._copies[key].copy_(tensor)
+        self._copied.set()
+
+    def abandon(self) -> None:
+        """No more data will come."""
+        self._failed = True
+        self._copied.set()
+
+    def write(self, storage: Storage, directory: str) -> Part:
+        """The one file, by rank 0."""
+        self._copied.wait()
+        if self._failed:
+            raise SaveFailed("the state could not be copied")
+        if not self._main:
+            return Part()
+        captured = self._captured
+        path = f"{directory}/{FILE}"
+        with storage.writer(path) as stream:
+            torch.save(whole_state(self._copies, captured.plain), cast(BinaryIO, stream))
+        return Part(files=(stream.written(path),), non_finite=non_finite(self._copies.items(), captured.trained))
 
 
-def write_full(storage: Storage, directory: str, captured: Captured, whole: dict[str, torch.Tensor]) -> list[Written]:
-    """Write the one file; on global rank 0 only."""
-    inside = {key for value in captured.plain["model.plain"].values() for key in references(value)}
+def whole_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What a full checkpoint holds, from whole tensors by key and plain data."""
+    inside = {key for value in plain["model.plain"].values() for key in references(value)}
     model: dict[str, Any] = {
         key.removeprefix("model."): value
-        for key, value in whole.items()
+        for key, value in tensors.items()
         if key.startswith("model.") and key not in inside
     }
     # The same tensor object under each tied name: stored once, tied again when loaded.
-    model.update({alias: model[name] for alias, name in captured.plain["model.aliases"].items()})
+    model.update({alias: model[name] for alias, name in plain["model.aliases"].items()})
     # Extra state as the modules gave it, so that this is the whole of a state dict.
-    model.update({name: unpack(value, whole) for name, value in captured.plain["model.plain"].items()})
-    others = {key: value for key, value in whole.items() if not key.startswith("model.") or key in inside}
-    path = f"{directory}/{FILE}"
-    with storage.writer(path) as stream:
-        torch.save({"model": model, "tensors": others, "plain": captured.plain}, cast(BinaryIO, stream))
-    return [stream.written(path)]
+    model.update({name: unpack(value, tensors) for name, value in plain["model.plain"].items()})
+    others = {key: value for key, value in tensors.items() if not key.startswith("model.") or key in inside}
+    return {"model": model, "tensors": others, "plain": dict(plain)}
 
 
-class FullReader(Reader):
-    """Presents a full checkpoint to DCP as tensors of one chunk each."""
+class FullFile:
+    """A full checkpoint's file, its tensors mapped rather than read."""
 
-    def __init__(self, storage: Storage, directory: str) -> None:
-        self._storage = storage
-        self._path = f"{directory}/{FILE}"
-        self._open = ExitStack()
-        self._file: dict[str, Any] | None = None
+    def __init__(self, local: Path, where: str) -> None:
+        with only_data(where):
+            self._file: dict[str, Any] = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+        self.plain: dict[str, Any] = dict(self._file["plain"])
+        """The plain data by key."""
 
-    def plain(self, metadata: Metadata) -> dict[str, Any]:
-        """The plain data by key; no tensor is read."""
-        return dict(self._load()["plain"])
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by key."""
+        elsewhere = {*self.plain["model.aliases"], *self.plain["model.plain"]}
+        model = {f"model.{name}": value for name, value in self._file["model"].items() if name not in elsewhere}
+        return {**model, **self._file["tensors"]}
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file = None
-        self._open.close()
-
-    def _load(self) -> dict[str, Any]:
-        """The file, its tensors mapped rather than read."""
-        if self._file is None:
-            local = self._open.enter_context(self._storage.local_copy(self._path))
-            with only_data(self._path):
-                self._file = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
-        return cast(dict[str, Any], self._file)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        file = self._load()
-        elsewhere = {*file["plain"]["model.aliases"], *file["plain"]["model.plain"]}
-        model = {f"model.{name}": value for name, value in file["model"].items() if name not in elsewhere}
-        return {**model, **file["tensors"]}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Metadata made up from the file."""
-        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._load()["plain"]}
-        for key, value in self._tensors().items():
+    def metadata(self) -> Metadata:
+        """Metadata as DCP would have it: each tensor one chunk."""
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self.plain}
+        for key, value in self.tensors().items():
             chunk = ChunkStorageMetadata(offsets=torch.Size([0] * value.dim()), sizes=value.size())
-            properties = TensorProperties.create_from_tensor(value)
+            properties = TensorProperties(dtype=value.dtype)
             entries[key] = TensorStorageMetadata(properties=properties, size=value.size(), chunks=[chunk])
         return Metadata(state_dict_metadata=entries)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the asked-for parts out of the mapped file."""
-        tensors = self._tensors()
-        for item in plan.items:
-            place(planner, item, tensors[item.storage_index.fqn])
-        return done(None)
+
+@contextmanager
+def open_full(storage: Storage, path: str) -> Iterator[FullFile]:
+    """The full checkpoint at ``path``, as a local file for as long as the context lasts."""
+    with storage.local_copy(path) as local:
+        yield FullFile(local, path)

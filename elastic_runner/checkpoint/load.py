@@ -7,31 +7,33 @@ is put in place here, by name and in the type it was saved with.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from elastic_runner.checkpoint.capture import Parts, is_extra_state, optimizer_names, pack, references, unpack
 from elastic_runner.checkpoint.matching import Lenience, allowed, check_shapes, match_groups, match_model
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
-from elastic_runner.checkpoint.reader import Reader
+from elastic_runner.checkpoint.source import Source
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import CheckpointError, ElasticRunnerError, Mismatch, PeerLost
+from elastic_runner.errors import Mismatch
 
 log = logging.getLogger(__name__)
 
 OPTIMIZER_STATE = "optimizer.state."
+OPTIMIZER_GROUPS = "optimizer.param_groups"
 
 
-def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: Lenience) -> None:
-    """Load all of a checkpoint into ``parts``. Collective. Raises Mismatch, Damaged, NotData; alike on every rank."""
-    metadata, plain = coordinator.once("restore: read metadata", lambda: _head(reader))
+def load_into(parts: Parts, source: Source, coordinator: Coordinator, lenience: Lenience) -> None:
+    """Load all of a checkpoint into ``parts``. Collective. Raises Mismatch, Damaged, NotData; alike on every rank.
+
+    After an error that came while reading, model and optimizer may hold a part of it: load another, or end.
+    """
+    metadata, plain = coordinator.once("restore: read metadata", source.head)
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     # Everything that can be refused is refused before the first byte of the model changes.
     loading = _Loading(parts, tensors, plain, lenience)
@@ -39,25 +41,11 @@ def load_into(parts: Parts, reader: Reader, coordinator: Coordinator, lenience: 
     if coordinator.is_main:
         for setting in loading.overridden():
             log.warning("the checkpoint's optimizer settings are used: %s", setting)
-    with mapped_dcp("restore: read"):
-        dcp.load(
-            cast(dict[str, Any], loading.targets),
-            storage_reader=reader,
-            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=coordinator.group,
-        )
+    # DCP's planner knows which parts of which chunks a tensor or shard needs; its own loading reads without checking.
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(cast(dict[str, Any], loading.targets), metadata, coordinator.is_main)
+    source.read(planner.create_local_plan().items, metadata, planner)
     coordinator.agree("restore: apply", loading.apply)
-
-
-def _head(reader: Reader) -> tuple[Metadata, dict[str, Any]]:
-    metadata = reader.read_metadata()
-    # What is broadcast to all ranks need not say where bytes lie.
-    slim = Metadata(
-        state_dict_metadata={
-            k: m for k, m in metadata.state_dict_metadata.items() if not isinstance(m, BytesStorageMetadata)
-        }
-    )
-    return slim, reader.plain(metadata)
 
 
 class _Loading:
@@ -177,9 +165,12 @@ class _Loading:
 
     def _prepare_optimizer(self) -> None:
         model, optimizer = self._parts.model, self._parts.optimizer
+        if OPTIMIZER_GROUPS not in self._plain:
+            self._leave_optimizer()
+            return
         present = optimizer_names(model, optimizer)
         saved_aliases: Mapping[str, str] = self._plain["model.aliases"]
-        groups = self._plain["optimizer.param_groups"]
+        groups = self._plain[OPTIMIZER_GROUPS]
         self._known = {name for group in groups for name in group["params"]}
         all_names = {names[0]: names for _, names in parameter_groups(model)}
         found = self._fields_by_parameter()
@@ -205,6 +196,17 @@ class _Loading:
             for key in references(self._plain["optimizer.plain"].get(name, {})):
                 self._target(key, self._like(parameter, key, "", group))
         self._report_optimizer(set(origins.values()), found)
+
+    def _leave_optimizer(self) -> None:
+        """The checkpoint holds weights only. Raises Mismatch unless that was asked for."""
+        if not allowed(OPTIMIZER_GROUPS, self._lenience.allow_missing):
+            raise Mismatch(
+                "the checkpoint holds a model's weights and no optimizer; to take them and start everything else "
+                "fresh, name optimizer.* and state.* in checkpoint.allow_missing",
+                missing=[OPTIMIZER_GROUPS],
+            )
+        log.warning("partial restore: the checkpoint holds no optimizer state, which starts fresh")
+        self._settings = [None] * len(self._parts.optimizer.param_groups)
 
     def _fields_by_parameter(self) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
@@ -235,6 +237,9 @@ class _Loading:
 
     def _like(self, parameter: torch.Tensor, key: str, field: str, group: Mapping[str, Any]) -> torch.Tensor:
         saved = self._saved[key]
+        present = self._parts.optimizer.state.get(parameter, {}).get(field)
+        if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (saved.size, saved.properties.dtype):
+            return present  # memory that is there already
         if saved.size == parameter.shape and saved.size != torch.Size([]):
             return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
         # Adam keeps its step count on the host unless the step runs on the device.
@@ -290,17 +295,3 @@ class _Loading:
 
 
 _ABSENT = object()
-
-
-@contextmanager
-def mapped_dcp(label: str) -> Iterator[None]:
-    """Map what DCP raises. Its CheckpointException derives from BaseException and wraps each rank's own error."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = sorted(error.failures.items())[0]
-        if isinstance(cause, ElasticRunnerError):
-            raise cause from error
-        raise CheckpointError(f"'{label}' failed on rank {rank}: {type(cause).__name__}: {cause}") from error
-    except RuntimeError as error:
-        raise PeerLost(f"'{label}': a peer went away ({str(error).splitlines()[0]})") from error

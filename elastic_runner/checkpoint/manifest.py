@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 import xxhash
 
 from elastic_runner import paths
+from elastic_runner.checkpoint.marks import Marks, marks_in
 from elastic_runner.errors import Damaged, NotFound
 from elastic_runner.storage import Storage, Written
 from elastic_runner.storage.protocol import digest_of
@@ -35,7 +37,15 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=lambda: {"torch": torch.__version__})
     """Versions of the writing packages."""
     created: float = field(default_factory=time.time)
-    """Seconds since the epoch, by the writer's clock; of interest to people only."""
+    """Seconds since the epoch, by the writer's clock; of interest to people and to ``keep_hours``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Results of an evaluation of this state, given at save; those that are not finite are left out."""
+    non_finite: tuple[str, ...] = ()
+    """Names of parameters or moments that hold NaN or infinity; empty: the state is healthy."""
+
+    def __post_init__(self) -> None:
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        object.__setattr__(self, "metrics", finite)
 
     @property
     def size(self) -> int:
@@ -67,7 +77,9 @@ def decode(data: bytes, where: str) -> Manifest:
     if version != FORMAT_VERSION:
         raise Damaged(f"{where} has format version {version}, this package reads {FORMAT_VERSION}")
     try:
-        return Manifest(**{**body, "files": tuple(Written(**file) for file in body["files"])})
+        files = tuple(Written(**file) for file in body["files"])
+        # Those of earlier versions say nothing of what is not finite.
+        return Manifest(**{**body, "files": files, "non_finite": tuple(body.get("non_finite", ()))})
     except (KeyError, TypeError) as error:
         raise Damaged(f"{where} lacks something that a manifest has: {error}") from None
 
@@ -77,37 +89,53 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint and what has been said of it since."""
+
+    manifest: Manifest
+    """What it is."""
+    marks: Marks = field(default_factory=Marks)
+    """What was said of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listing:
     """What lies under a checkpoint URL."""
 
-    manifests: tuple[Manifest, ...]
+    checkpoints: tuple[Checkpoint, ...]
     """Newest first: by step, then by attempt, both read from inside."""
     rejected: tuple[str, ...]
     """Manifests that do not count, each with its reason."""
+    directories: dict[str, tuple[str, ...]]
+    """Names in each step directory, committed or not."""
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Newest first."""
+        return tuple(checkpoint.manifest for checkpoint in self.checkpoints)
 
 
 def list_checkpoints(storage: Storage) -> Listing:
     """All committed checkpoints. Foreign names are passed over; order is by step, never by name or time."""
-    found: list[Manifest] = []
+    found: list[Checkpoint] = []
     rejected: list[str] = []
-    for directory in storage.list(""):
-        step = paths.step_number(directory)
-        if step is None:
-            continue
-        for name in storage.list(directory):
-            if paths.manifest_attempt(name) is None:
+    directories = {name: tuple(storage.list(name)) for name in storage.list("") if paths.step_number(name) is not None}
+    for directory, names in directories.items():
+        for name in names:
+            attempt = paths.manifest_attempt(name)
+            if attempt is None:
                 continue
             where = f"{directory}/{name}"
             try:
                 manifest = decode(storage.read(where), where)
-                if manifest.path != f"{paths.step_directory(step)}/{name}":
+                if manifest.path != where:
                     raise Damaged(f"{where} is the manifest of another checkpoint (step {manifest.step})")
             except (Damaged, NotFound) as error:
                 rejected.append(str(error))
             else:
-                found.append(manifest)
-    found.sort(key=lambda m: (m.step, m.attempt), reverse=True)
-    return Listing(manifests=tuple(found), rejected=tuple(rejected))
+                found.append(Checkpoint(manifest=manifest, marks=marks_in(directory, names, attempt)))
+    found.sort(key=lambda c: (c.manifest.step, c.manifest.attempt), reverse=True)
+    return Listing(checkpoints=tuple(found), rejected=tuple(rejected), directories=directories)
 
 
 def check_file(storage: Storage, manifest: Manifest, file: Written, *, digests: bool) -> str | None:

@@ -7,25 +7,31 @@ attempts recorded beyond that step was lost and done again.
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_runner import paths
-from elastic_runner.errors import NotFound
+from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.storage import Storage
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
 _SEGMENT_LINES = 256
+_TORN = b"#torn\n"
+"""Ends what an error may have left of a line, so that nobody takes it for one; it lacks its line break at least."""
 
 
 class LedgerWriter:
-    """Appends records of one attempt; used on global rank 0 only.
+    """Appends records of one attempt; used on global rank 0 only, by the steps and by a save beside them.
 
     Where the storage can append, each line is there at once and survives the process; ``flush`` makes it survive the
     machine. Object stores get a new segment every 256 lines and at each ``flush``. What is not flushed belongs to
-    steps that will be done again.
+    steps that will be done again. Trouble with the storage does not stop a step: its line waits for the next try.
     """
 
     def __init__(self, storage: Storage, attempt: int) -> None:
@@ -34,26 +40,63 @@ class LedgerWriter:
         self._segment = 0
         self._pending: list[bytes] = []
         self._appended = False
+        self._trouble = False
+        self._torn = False
+        self._lock = threading.Lock()
+        self._flushing = threading.Lock()
 
     def append(self, record: Record) -> None:
         """Add one record."""
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        if self._storage.append(paths.ledger_segment(self._attempt, 0), line):
-            self._appended = True
-            return
-        self._pending.append(line)
-        if len(self._pending) >= _SEGMENT_LINES:
-            self.flush()
+        with self._lock:
+            self._pending.append(line)
+            waiting = len(self._pending)
+        try:
+            if not self._append_pending() and waiting % _SEGMENT_LINES == 0:
+                self.flush()
+        except StorageError as error:
+            if not self._trouble:
+                log.warning("ledger lines wait in memory until the storage takes them: %s", error)
+            self._trouble = True
 
     def flush(self) -> None:
-        """Make all records so far durable."""
-        if self._appended:
+        """Make all records so far durable. Raises StorageError."""
+        with self._flushing:
+            if self._append_pending():
+                self._sync()
+                return
+            with self._lock:
+                lines = list(self._pending)
+            if lines:
+                self._storage.put(paths.ledger_segment(self._attempt, self._segment), b"".join(lines))
+                self._segment += 1
+                self._trouble = False
+                with self._lock:
+                    del self._pending[: len(lines)]
+
+    def _sync(self) -> None:
+        if not self._appended:
+            return
+        self._appended = False  # before: a line that comes meanwhile is of the next flush
+        try:
             self._storage.sync(paths.ledger_segment(self._attempt, 0))
-            self._appended = False
-        if self._pending:
-            self._storage.put(paths.ledger_segment(self._attempt, self._segment), b"".join(self._pending))
-            self._segment += 1
-            self._pending = []
+        except StorageError:
+            self._appended = True
+            raise
+
+    def _append_pending(self) -> bool:
+        """Append what waits, where the storage can; whether nothing waits any more."""
+        with self._lock:
+            # One by one: of several in one call, an error would leave some written and all to be written again.
+            while self._pending:
+                line = (_TORN if self._torn else b"") + self._pending[0]
+                self._torn = True
+                if not self._storage.append(paths.ledger_segment(self._attempt, 0), line):
+                    return False
+                self._torn = self._trouble = False
+                self._appended = True
+                del self._pending[0]
+            return True
 
 
 def read_records(storage: Storage) -> Iterator[Record]:

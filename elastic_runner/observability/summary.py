@@ -26,6 +26,10 @@ class RunSummary:
     """Starts after the first."""
     lost_steps: int = 0
     """Steps that were done and had to be done again."""
+    saves_failed: int = 0
+    """Saves that the storage did not take, and training went on."""
+    saves_skipped: int = 0
+    """Saves left out because the one before was still being written (checkpoint.when_busy = "skip")."""
     samples_seen: int = 0
     """Samples that the present model has learned from."""
     samples_repeated: int = 0

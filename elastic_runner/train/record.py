@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -10,9 +11,11 @@ from typing import Any, Protocol
 
 from elastic_runner import paths
 from elastic_runner.data.ledger import LedgerWriter, Tally, effective, read_records, tally
-from elastic_runner.errors import NotFound
+from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
+
+log = logging.getLogger(__name__)
 
 
 class RunRecord(Protocol):
@@ -36,6 +39,10 @@ class RunRecord(Protocol):
 
     def saved(self, step: int) -> None:
         """A checkpoint is durable."""
+        ...
+
+    def not_saved(self, *, skipped: bool) -> None:
+        """A save was skipped, or has failed, and training goes on."""
         ...
 
     def end(self, status: Status, message: str = "") -> None:
@@ -67,6 +74,9 @@ class PeerRecord:
         """Nothing."""
 
     def saved(self, step: int) -> None:
+        """Nothing."""
+
+    def not_saved(self, *, skipped: bool) -> None:
         """Nothing."""
 
     def end(self, status: Status, message: str = "") -> None:
@@ -119,7 +129,7 @@ class MainRecord:
         values = _as_json(metrics)
         self._append({"event": "evaluation", "step": step, "metrics": values})
         self._set(validation=values, validation_step=step)
-        self._publish()
+        self._publish_if_possible()
 
     def saving(self) -> None:
         """Make the ledger durable first: lines beyond a checkpoint are rewound, lines missing below never return."""
@@ -127,7 +137,13 @@ class MainRecord:
 
     def saved(self, step: int) -> None:
         """Renew the summary."""
-        self._publish()
+        self._publish_if_possible()
+
+    def not_saved(self, *, skipped: bool) -> None:
+        """Count it."""
+        name = "saves_skipped" if skipped else "saves_failed"
+        self._set(**{name: getattr(self._summary, name) + 1})
+        self._publish_if_possible()
 
     def end(self, status: Status, message: str = "") -> None:
         """Close with ``status``."""
@@ -146,6 +162,13 @@ class MainRecord:
 
     def _set(self, **changes: Any) -> None:
         self._summary = dataclasses.replace(self._summary, **changes)
+
+    def _publish_if_possible(self) -> None:
+        """Trouble with the storage does not stop training: the summary is made anew at the next occasion."""
+        try:
+            self._publish()
+        except StorageError as error:
+            log.warning("the summary could not be renewed: %s", error)
 
     def _publish(self) -> None:
         self._ledger.flush()

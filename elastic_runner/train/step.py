@@ -36,6 +36,11 @@ class StepPlace(Place, Protocol):
         """Whether this process was asked to stop."""
         ...
 
+    @property
+    def save_ended(self) -> bool:
+        """Whether a save beside training has ended in this process."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -65,6 +70,8 @@ class Step:
         """Whether the run ends after this step."""
         self.draining = False
         """After ``optimize``: whether all ranks have agreed to stop after this step."""
+        self.save_ended = False
+        """After ``optimize``: whether, as all ranks know, the save beside training has ended on some rank."""
         self.result: StepResult | None = None
         """After ``optimize``."""
         self.span = span
@@ -72,8 +79,8 @@ class Step:
         self._place = place
         self._config = place.config
         self._shards = place.config.data.shards
-        # Losses, their units (samples or tokens) per logical shard, and one place for requests to stop.
-        self._totals = torch.zeros(2 * self._shards + 1, dtype=torch.float64)
+        # Losses, their units (samples or tokens) per logical shard, and what all ranks must hear of.
+        self._totals = torch.zeros(2 * self._shards + 2, dtype=torch.float64)
         self._current: Microbatch | None = None
         self._extra = False
         self._done = 0
@@ -174,10 +181,12 @@ class Step:
 
     def _reduce_totals(self) -> tuple[float, float]:
         # Each shard's number is added to zeros, which is exact; the sum over shards then has one fixed order, so
-        # the loss does not depend on the world size. The request to stop travels along.
+        # the loss does not depend on the world size. What is agreed at the end of a step travels along.
+        self._totals[-2] = float(self._place.save_ended)
         self._totals[-1] = float(self._place.stop_requested)
         totals = self._place.coordinator.sum(f"step {self.number}", self._totals)
-        losses, units = totals[: self._shards].tolist(), totals[self._shards : -1].tolist()
+        losses, units = totals[: self._shards].tolist(), totals[self._shards : -2].tolist()
+        self.save_ended = totals[-2].item() > 0
         self.draining = totals[-1].item() > 0
         total = sum(units)
         if total == 0:

@@ -81,8 +81,11 @@ def _claim(store: dist.Store, key: str, value: str) -> str:
 
 def start_groups(
     store: dist.Store, environment: Environment, backend: str, *, setup: float, step: float, checkpoint: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Start the default group, and gloo groups for steps and for checkpoints, each with its time-out in seconds."""
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+    """Start the default group, and gloo groups for steps, for checkpoints and for what is saved beside training.
+
+    Each has its time-out in seconds.
+    """
     rank, world = environment.rank, environment.world_size
     try:
         token = call_roll(dist.PrefixStore("elastic_runner/roll", store), rank, world, setup)
@@ -95,6 +98,7 @@ def start_groups(
         )
         steps = dist.new_group(backend="gloo", timeout=timedelta(seconds=step))
         checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint))
+        background = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint))
     except RuntimeError as error:
         raise SetupError(f"the process group did not come up: {str(error).splitlines()[0]}") from error
-    return steps, checkpoints
+    return steps, checkpoints, background

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic_runner import verdict
+from elastic_runner import paths, verdict
+from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
+from elastic_runner.checkpoint.trust import End, blamed
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
@@ -36,7 +39,7 @@ from elastic_runner.train.synchronize import make_buffers_equal
 from elastic_runner.uncaught import exit_by_code
 from elastic_runner.verdict import RunPlace, Verdict
 from elastic_runner.worker import attempt as attempts
-from elastic_runner.worker import report
+from elastic_runner.worker import history, report
 from elastic_runner.worker.deadline import PhaseWatch
 from elastic_runner.worker.device import choose_backend, choose_device
 from elastic_runner.worker.process_group import connect, start_groups
@@ -61,6 +64,7 @@ class Worker:
 
     coordinator: Coordinator
     checkpoint_coordinator: Coordinator
+    background_coordinator: Coordinator
     device: torch.device
     attempt: int
     record: RunRecord
@@ -77,11 +81,15 @@ class Worker:
         self._environment: Environment = read_environment()
         self._notice = StopNotice()
         self._state: TrainState | None = None
+        self._restored: str | None = None
         self._saved_step: int | None = None
         self._error: BaseException | None = None
         self._told = False
         limits = {name: getattr(config.timeouts, name) for name in type(config.timeouts).__dataclass_fields__}
         self._watch = PhaseWatch(limits, self._where)
+        # A save beside training has a clock of its own.
+        self._save_watch = PhaseWatch(limits, self._where_saving)
+        self.background = Background(lambda: self._save_watch.phase("save"))
 
     @property
     def rank(self) -> int:
@@ -107,6 +115,19 @@ class Worker:
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop; the ranks agree on it at the end of a step."""
         return self._notice.received is not None
+
+    @property
+    def save_ended(self) -> bool:
+        """Whether a save beside training has ended here; the ranks agree on it at the end of a step."""
+        return self.background.ended
+
+    @property
+    def node(self) -> str:
+        """What ranks that see each other's memory have in common: host and process namespace."""
+        host = socket.gethostname()
+        with suppress(OSError):  # tells hosts of the same name apart
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{host}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
     def __enter__(self) -> Worker:
         env, config = self._environment, self.config
@@ -212,22 +233,39 @@ class Worker:
         attempts.check_fence(self.storage, self.attempt)
 
     def prepare_save(self, parts: Parts) -> None:
-        """Make what is replicated equal before it is written."""
-        # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
-        self.coordinator.gather(f"save of step {parts.step}", None)
+        """Make what is replicated equal before it is copied."""
         make_buffers_equal(parts.model)
+
+    def before_commit(self) -> None:
+        """Make the ledger durable: lines beyond a checkpoint are rewound, lines missing below it never return."""
         self.record.saving()
+
+    def blamed(self) -> dict[str, str]:
+        """Checkpoints that led to the same failure ``checkpoint.demote_after`` times: path of the manifest and why."""
+        return blamed(history.read_ends(self.storage), self.config.checkpoint.demote_after)
+
+    def restored(self, path: str) -> None:
+        """Remember the manifest that this attempt starts from: if it fails, that goes on record. On every rank."""
+        self._restored = path
 
     def saved(self, step: int) -> None:
         """Put a durable checkpoint on record."""
         self._saved_step = step
         self.record.saved(step)
 
+    def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
+        """Report a save that was skipped or has failed; training goes on."""
+        if self.is_main:
+            log.log(
+                logging.WARNING if skipped else logging.ERROR, "step %d: no save, training goes on: %s", step, reason
+            )
+        self.record.not_saved(skipped=skipped)
+
     def _connect(self) -> None:
         timeouts, env = self.config.timeouts, self._environment
         # Less than the phase has, so that it is said who is absent; TCPStore counts whole seconds.
         patience = max(0.9 * timeouts.setup - 1, timeouts.setup / 2)
-        steps, checkpoints = start_groups(
+        steps, checkpoints, background = start_groups(
             connect(env, patience),
             env,
             choose_backend(self.device),
@@ -236,6 +274,7 @@ class Worker:
             checkpoint=max(timeouts.save, timeouts.load),
         )
         self.coordinator, self.checkpoint_coordinator = Coordinator(steps), Coordinator(checkpoints)
+        self.background_coordinator = Coordinator(background)
 
     def _begin(self) -> None:
         target = self.config.training.max_steps
@@ -265,6 +304,10 @@ class Worker:
 
     def _finish(self) -> Interrupted | None:
         step, target = (self._state.step if self._state else 0), self.config.training.max_steps
+        with self.phase("save"):
+            unsaved = self.background.outcome()  # the program left the loop while a save was going on
+        if unsaved is not None:
+            raise unsaved
         self.coordinator.gather("finish", step)
         begun = self._state.begun_at if self._state else step
         kept = "saved" if self._saved_step == step or step == begun else "NOT saved (call checkpointer.maybe_save)"
@@ -290,7 +333,7 @@ class Worker:
         verdict.tell(self._environment.agent_dir, Verdict(code=code, message=message, final=final))
 
     def _fail(self, error: BaseException) -> None:
-        """Say and record the reason; no collective, since peers may be gone."""
+        """Say and record the reason; no collective of our own, since peers may be gone."""
         if isinstance(error, (AlreadyFinished, GeneratorExit)):
             return
         if isinstance(error, SystemExit) and not error.code:
@@ -310,15 +353,31 @@ class Worker:
         if self.world_size > 1:
             self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
-            report.in_time(lambda: self.record.fail(message, consequence=consequence))
+            report.in_time(lambda: self._record_failure(error, message, consequence))
+        # What is being saved need not be lost with us. Where peers are gone, it ends at once.
+        self.background.wait(self.config.timeouts.teardown)
         if self.world_size == 1:
             # A program that called us may catch the error and go on.
             self._leave_groups()
             self._watch.close()
             self._notice.restore()
 
+    def _record_failure(self, error: BaseException, message: str, consequence: bool) -> None:
+        try:
+            if not consequence:
+                end = End(
+                    attempt=self.attempt,
+                    kind=type(error).__name__,
+                    step=self._state.step + 1 if self._state else None,
+                    restored=self._restored,
+                    saved=None if self._saved_step is None else paths.manifest(self._saved_step, self.attempt),
+                )
+                history.write_end(self.storage, end, rank=self.rank, message=message)
+        finally:
+            self.record.fail(message, consequence=consequence)
+
     def _leave_groups(self) -> None:
-        for name in ("coordinator", "checkpoint_coordinator"):
+        for name in ("coordinator", "checkpoint_coordinator", "background_coordinator"):
             if hasattr(self, name):
                 getattr(self, name).close()
         if dist.is_initialized():
@@ -326,12 +385,17 @@ class Worker:
 
     def _close(self) -> None:
         self._watch.close()
+        self._save_watch.close()
         self._notice.restore()
         sys.excepthook = self._excepthook
 
     def _where(self) -> str:
         done = self._state.step if self._state else None
         return report.where_am_i(self.rank, self.world_size, self._watch.current, done)
+
+    def _where_saving(self) -> str:
+        done = self._state.step if self._state else None
+        return report.where_am_i(self.rank, self.world_size, "save, beside training", done)
 
     def _tell(self, error: BaseException) -> None:
         if not self._told:

@@ -19,8 +19,9 @@ import torch
 import xxhash
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.inspect import look
 from elastic_runner.checkpoint.manifest import Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.marks import trust
+from elastic_runner.checkpoint.tools.overview import look
 from elastic_runner.errors import NotData, NoUsableCheckpoint
 from elastic_runner.storage import Storage, Written
 from tests.support.checkpointing import (
@@ -69,7 +70,7 @@ def damage(storage: Storage, path: str, change: Callable[[bytes], bytes | None])
 
 
 def data_files(format: str) -> list[str]:
-    return ["full.pt"] if format == "full" else ["__0_0.distcp", ".metadata"]
+    return ["full.pt"] if format == "full" else ["__0_0.distcp", "__0_1.distcp", ".metadata"]
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -92,6 +93,9 @@ def test_a_damaged_data_file_is_named_and_the_one_before_is_used(
         assert reason in caplog.text
         assert_same_training(kept, after)
         storage.put(path, good)
+        assert checkpointer(make_state(), place, format).restore() == 1, "it was marked, and nobody took that back"
+        (manifest,) = (m for m in list_checkpoints(storage).manifests if m.step == 2)
+        assert [reason in said for said in trust(storage, manifest)] == [True]
     assert checkpointer(make_state(), place, format).restore() == 2
 
 
@@ -243,15 +247,15 @@ def test_hostile_metadata_is_refused(
     assert not owned.exists()
 
 
-def hostile_items(storage: Storage, wanted: str, evil: bytes) -> tuple[bytes, bytes]:
-    """The data file and metadata of step 2 with one item replaced."""
+def hostile_items(storage: Storage, wanted: str, evil: bytes) -> tuple[str, bytes, bytes]:
+    """A data file's name, its bytes, and the metadata of step 2 with one item replaced."""
     directory = paths.data_directory(2, 1)
-    data = storage.read(f"{directory}/__0_0.distcp")
     metadata = pickle.loads(storage.read(f"{directory}/.metadata"))
-    for index, info in metadata.storage_data.items():
-        if index.fqn == wanted:
-            metadata.storage_data[index] = replace(info, offset=len(data), length=len(evil))
-    return data + evil, pickle.dumps(metadata)
+    (index,) = (index for index in metadata.storage_data if index.fqn == wanted)
+    info = metadata.storage_data[index]
+    data = storage.read(f"{directory}/{info.relative_path}")
+    metadata.storage_data[index] = replace(info, offset=len(data), length=len(evil))
+    return info.relative_path, data + evil, pickle.dumps(metadata)
 
 
 @pytest.mark.parametrize("item", ["model.hidden.weight", "optimizer.param_groups", "state.data"])
@@ -261,8 +265,8 @@ def test_a_hostile_item_is_refused(item: str, kind: str, local: CheckpointingPla
     two_checkpoints(local, "sharded")
     storage, owned = storage_of(local), tmp_path / "owned"
     evil = torch_saved(Payload(owned)) if kind == "torch" else pickle.dumps(Payload(owned))
-    data, metadata = hostile_items(storage, item, evil)
-    replace_and_sign(storage, 2, "__0_0.distcp", data)
+    name, data, metadata = hostile_items(storage, item, evil)
+    replace_and_sign(storage, 2, name, data)
     replace_and_sign(storage, 2, ".metadata", metadata)
     with pytest.raises(NotData, match=f"{item}.*more than tensors and plain data and was not loaded") as caught:
         checkpointer(make_state(), local).restore()
@@ -332,7 +336,8 @@ def test_files_of_a_larger_world_are_no_part_of_a_checkpoint(local: Checkpointin
     local.attempt = 2
     checkpointer(state, local).save()
     manifest: Manifest = list_checkpoints(storage).manifests[0]
-    assert [file.path for file in manifest.files] == ["data-000002/__0_0.distcp", "data-000002/.metadata"]
+    names = ["__0_0.distcp", ".metadata", "__0_1.distcp"]
+    assert [file.path for file in manifest.files] == [f"data-000002/{name}" for name in names]
     after = make_state(seed=1)
     assert checkpointer(after, local).restore() == 1
     assert_same_training(state, after)

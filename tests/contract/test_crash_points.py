@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,7 +18,7 @@ from elastic_runner.checkpoint.manifest import list_checkpoints
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.storage import LocalStorage, Storage, open_storage
 from elastic_runner.train.state import TrainState
-from tests.support.checkpointing import CheckpointingPlace, make_state, train
+from tests.support.checkpointing import CheckpointingPlace, FinishedStep, make_state, train
 from tests.support.s3 import S3
 
 Prepare = Callable[[str], Storage]
@@ -37,9 +38,21 @@ def state_after(steps: int) -> TrainState:
     return state
 
 
-def save(state: TrainState, storage: Storage, format: str, *, attempt: int = 1, keep: int = 1) -> None:
-    settings = CheckpointConfig(format=format, keep=keep)  # type: ignore[arg-type]
-    Checkpointer(settings, state, CheckpointingPlace(storage.url, attempt=attempt), storage=storage).save()
+def save(
+    state: TrainState, storage: Storage, format: str, *, attempt: int = 1, keep: int = 1, mode: str = "sync"
+) -> None:
+    state = copy.deepcopy(state)
+    settings = CheckpointConfig(format=format, keep=keep, every=state.step, failures_allowed=0)  # type: ignore[arg-type]
+    place = CheckpointingPlace(storage.url, attempt=attempt)
+    checkpointer = Checkpointer(settings, state, place, storage=storage)
+    if mode == "sync":
+        checkpointer.save()
+        return
+    assert checkpointer.maybe_save(FinishedStep(state.step))
+    with torch.no_grad():  # training goes on, and is not to be seen in what is saved
+        for tensor in capture(state).tensors.values():
+            tensor.zero_()
+    assert not checkpointer.maybe_save(FinishedStep(state.step + 1, save_ended=True))
 
 
 def restore(storage: Storage) -> tuple[int, str]:
@@ -58,8 +71,9 @@ def empty(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Storag
     return lambda: open_storage(f"{s3.url}/{next(numbers)}", s3.options)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("format", ["sharded", "full"])
-def test_every_crash_point_leaves_old_or_new(format: str, empty: Callable[[], Storage]) -> None:
+def test_every_crash_point_leaves_old_or_new(format: str, mode: str, empty: Callable[[], Storage]) -> None:
     old, new = state_after(2), state_after(3)
     attempts = count(2)
 
@@ -71,7 +85,7 @@ def test_every_crash_point_leaves_old_or_new(format: str, empty: Callable[[], St
     changes = check_crash_points(
         prepare,
         # keep=1, so that deleting the old checkpoint is among the operations.
-        lambda storage: save(new, storage, format, attempt=next(attempts)),
+        lambda storage: save(new, storage, format, attempt=next(attempts), mode=mode),
         restore,
         old=fingerprint(old),
         new=fingerprint(new),

@@ -73,6 +73,7 @@ def test_only_global_rank_0_commits_and_deletes(format: str, tmp_path: Path) -> 
         "create step-0000000001/manifest-000001.json",
         "create step-0000000002/manifest-000001.json",
         "delete step-0000000001/manifest-000001.json",
+        "delete step-0000000001/data-000001",
         "delete step-0000000001",
     ]
     assert committing[1] == []
@@ -104,7 +105,11 @@ def test_tensors_do_not_travel_and_only_rank_0_holds_a_copy(format: str, tmp_pat
     """Case c62."""
     results = run_ranks(jobs.measure_what_travels, 2, str(tmp_path), format)
     whole = 3 * 2 * (512 * 512 + 512) * 4  # parameters and two moments
-    assert results[0]["kept"] >= whole
-    assert results[1]["kept"] == 0
+    if format == "full":
+        assert whole <= results[0]["kept"] < 1.01 * whole
+        assert results[1]["kept"] == 0
+    else:
+        for result in results:
+            assert 0.5 * whole <= result["kept"] < 0.53 * whole
     for result in results:
         assert result["exchanged"] < 20_000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_runner.cli import HELP, main
+from elastic_runner.cli.main import HELP, main
 from elastic_runner.errors import ExitCode
 from tests.support.job import config, train
 from tests.support.ranks import run_ranks

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import elastic_runner as er
 from elastic_runner.checkpoint.capture import capture
 from elastic_runner.checkpoint.checkpointer import Checkpointer
-from elastic_runner.checkpoint.full import gather_full
+from elastic_runner.checkpoint.full import FullSaver
+from elastic_runner.checkpoint.sharded import ShardedSaver
 from elastic_runner.config import CheckpointConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
 from elastic_runner.errors import StorageError, StorageFull
 from elastic_runner.train.state import TrainState
@@ -82,6 +83,13 @@ class Breaking:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    def write_bulk(self, path: str, bulk: Any) -> Any:
+        with self.writer(path) as stream:
+            for block in bulk.blocks():
+                stream.write(block[:300])
+                stream.write(block[300:])
+        raise AssertionError("it should have broken")
 
     @contextmanager
     def writer(self, path: str) -> Iterator[Any]:
@@ -185,7 +193,7 @@ def disagree_on_the_step(run_dir: str) -> tuple[tuple[str, str] | None, list[str
 
 
 def measure_what_travels(run_dir: str, format: str) -> dict[str, int]:
-    """Bytes of the objects that one save exchanges, and of the tensors that this rank keeps of a whole copy."""
+    """Bytes of the objects that one save exchanges, and of the copy of the state that this rank keeps for it."""
     sizes: list[int] = []
     exchange = dist.all_gather_object
 
@@ -202,5 +210,10 @@ def measure_what_travels(run_dir: str, format: str) -> dict[str, int]:
             checkpointer.save()
         finally:
             dist.all_gather_object = exchange
-        kept = gather_full(capture(state), keep=worker.checkpoint_coordinator.is_main)
-        return {"exchanged": sum(sizes), "kept": sum(tensor.nbytes for tensor in kept.values())}
+        saver = checkpointer._saver
+        if isinstance(saver, FullSaver):
+            kept = sum(tensor.nbytes for tensor in saver._copies.values())
+        else:
+            assert isinstance(saver, ShardedSaver)
+            kept = sum(image.file.size for image in saver._images)
+        return {"exchanged": sum(sizes), "kept": kept}

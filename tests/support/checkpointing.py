@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.checkpointer import Checkpointer, checkpoint_storage
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.errors import Fenced
@@ -26,6 +29,10 @@ class CheckpointingPlace(SoloPlace):
         self.attempt = attempt
         self.fenced = False
         self.told: list[int] = []
+        self.not_told: list[tuple[int, str]] = []
+        self.background = Background(nullcontext)
+        self.node = "here"
+        self.blame: dict[str, str] = {}
 
     def check_fence(self) -> None:
         if self.fenced:
@@ -34,8 +41,30 @@ class CheckpointingPlace(SoloPlace):
     def prepare_save(self, parts: Any) -> None:
         """One process has nothing to make equal."""
 
+    def before_commit(self) -> None:
+        """There is no ledger."""
+
     def saved(self, step: int) -> None:
         self.told.append(step)
+
+    def restored(self, path: str) -> None:
+        self.restored_path = path
+
+    def blamed(self) -> dict[str, str]:
+        return self.blame
+
+    def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
+        self.not_told.append((step, reason))
+
+
+@dataclass
+class FinishedStep:
+    """Satisfies ``elastic_runner.checkpoint.checkpointer.FinishedStep``."""
+
+    number: int
+    is_last: bool = False
+    draining: bool = False
+    save_ended: bool = False
 
 
 class FixedData:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_runner as er
+from elastic_runner import paths
 from elastic_runner.config import CheckpointConfig, DataConfig, FsdpConfig, StrategyConfig, TrainingConfig
 from elastic_runner.storage.local import LocalStorage
 
@@ -83,17 +84,17 @@ def train(settings: er.RunConfig, kill: Kill | None = None) -> dict[str, Any]:
         resumed = checkpointer.restore()
         strike = _striker(kill, worker.rank)
         losses: dict[int, float] = {}
-        for step in worker.steps(state):
-            for x, y in step.microbatches():
-                loss = F.mse_loss(model(x), y)
-                strike(step.number, "forward")
-                step.backward(loss)
-                strike(step.number, "backward")
-            losses[step.number] = step.optimize().loss
-            strike(step.number, "optimized")
-            with _in_save(strike, step.number):
+        with _in_saves(strike):
+            for step in worker.steps(state):
+                for x, y in step.microbatches():
+                    loss = F.mse_loss(model(x), y)
+                    strike(step.number, "forward")
+                    step.backward(loss)
+                    strike(step.number, "backward")
+                losses[step.number] = step.optimize().loss
+                strike(step.number, "optimized")
                 checkpointer.maybe_save(step)
-            strike(step.number, "saved")
+                strike(step.number, "saved")
         return {"resumed": resumed, "losses": losses, "attempt": worker.attempt}
 
 
@@ -106,17 +107,22 @@ def _striker(kill: Kill | None, rank: int) -> Callable[[int, str], None]:
 
 
 @contextmanager
-def _in_save(strike: Callable[[int, str], None], step: int) -> Iterator[None]:
-    """Strikes when a data file is begun ("write") and before the manifest is created ("commit")."""
+def _in_saves(strike: Callable[[int, str], None]) -> Iterator[None]:
+    """Strikes when the first data file of a step is begun ("write") and before the manifest is created ("commit")."""
     writer, create = LocalStorage.writer, LocalStorage.create
 
     def struck_writer(self: LocalStorage, path: str) -> Any:
-        strike(step, "write")
+        strike(_step(path), "write")
         return writer(self, path)
 
     def struck_create(self: LocalStorage, path: str, data: bytes) -> None:
-        strike(step, "commit")
+        strike(_step(path), "commit")
         create(self, path, data)
 
     with patch.object(LocalStorage, "writer", struck_writer), patch.object(LocalStorage, "create", struck_create):
         yield
+
+
+def _step(path: str) -> int:
+    """The step whose checkpoint a path belongs to; 0 for other files."""
+    return paths.step_number(path.partition("/")[0]) or 0

@@ -16,7 +16,7 @@ class SoloPlace:
     def __init__(self, *, seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.coordinator = Coordinator()
         self.coordinator.rank, self.coordinator.world_size = rank, world_size
-        self.checkpoint_coordinator = self.coordinator
+        self.checkpoint_coordinator = self.background_coordinator = self.coordinator
         self.device = torch.device("cpu")
         self.attempt = 1
         self.seed = seed

@@ -17,7 +17,7 @@ def test_import_layers_hold() -> None:
 
 def test_importing_the_package_is_enough_for_no_optional_dependency() -> None:
     code = (
-        "import sys, elastic_runner, elastic_runner.cli\n"
+        "import sys, elastic_runner, elastic_runner.cli.main\n"
         "loaded = {'sklearn', 's3fs', 'boto3', 'botocore'} & set(sys.modules)\n"
         "print(loaded)\n"
         "sys.exit(len(loaded))"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from elastic_runner.checkpoint.manifest import Manifest, check_file, decode, encode, list_checkpoints
 from elastic_runner.errors import Damaged
@@ -14,7 +17,7 @@ from elastic_runner.storage import LocalStorage, Written
 
 def manifest(step: int = 1, attempt: int = 1) -> Manifest:
     files = (Written(path="data-000001/a", size=3, digest="d"), Written(path="data-000001/b", size=4, digest="e"))
-    return Manifest(step=step, attempt=attempt, world_size=2, format="sharded", files=files)
+    return Manifest(step=step, attempt=attempt, world_size=2, format="sharded", files=files, created=1e9)
 
 
 def test_round_trip() -> None:
@@ -23,8 +26,24 @@ def test_round_trip() -> None:
     assert one.size == 7
     assert one.path == "step-0000000001/manifest-000001.json"
     assert set(json.loads(encode(one))) == {
-        "version", "step", "attempt", "world_size", "format", "files", "versions", "created", "digest",
+        "version", "step", "attempt", "world_size", "format", "files", "versions", "created", "metrics", "non_finite",
+        "digest",
     }  # fmt: skip
+
+
+def test_metrics_and_what_is_not_finite_come_back() -> None:
+    one = replace(manifest(), metrics={"loss": 0.5, "bad": math.nan, "worse": math.inf}, non_finite=("model.a",))
+    assert one.metrics == {"loss": 0.5}
+    assert decode(encode(one), "m") == one
+    json.loads(encode(one), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_manifest_of_before_these_were_written_is_read() -> None:
+    body = json.loads(encode(manifest()))
+    old = {name: value for name, value in body.items() if name not in ("metrics", "non_finite", "digest")}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(old, sort_keys=True).encode())
+    read = decode(json.dumps({**old, "digest": digest}).encode(), "m")
+    assert read == manifest() and (read.metrics, read.non_finite) == ({}, ())
 
 
 def test_any_flipped_bit_and_any_cut_is_noticed() -> None:

@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from elastic_runner.checkpoint.archive import load_plain
+from elastic_runner.checkpoint.layout import files_of, pieces_of
+from elastic_runner.checkpoint.metadata import _ALLOWED, METADATA, make_metadata, read_metadata
 from elastic_runner.checkpoint.names import wrapped_attribute
-from elastic_runner.checkpoint.sharded import _ALLOWED, METADATA, ShardedWriter, load_plain, read_metadata
 from elastic_runner.errors import Damaged, NotData
 from elastic_runner.storage import LocalStorage
 
@@ -52,14 +54,16 @@ def globals_of(data: bytes) -> set[tuple[str, str]]:
 
 
 def test_metadata_ask_for_nothing_that_is_not_allowed(tmp_path: Path) -> None:
-    """checkpoint/sharded.py reads what DCP's planner makes."""
+    """checkpoint/metadata.py reads what stock DCP makes, and makes the same."""
     dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex64]
     state = {f"t{i}": torch.zeros(2, dtype=dtype) for i, dtype in enumerate(dtypes)}
     dcp.save(
         {**state, "plain": {"a": 1}, "nested": {"b": [torch.ones(1)]}},
-        storage_writer=ShardedWriter(LocalStorage(tmp_path), "data"),
+        storage_writer=dcp.FileSystemWriter(tmp_path / "data"),
         no_dist=True,
     )
+    own = pickle.dumps(make_metadata(files_of(0, pieces_of(state)), {"plain": ("__0_0.distcp", 0, 5)}))
+    assert globals_of(own) <= globals_of((tmp_path / "data" / METADATA).read_bytes())
     asked = globals_of((tmp_path / "data" / METADATA).read_bytes())
     assert ("torch.distributed.checkpoint.metadata", "Metadata") in asked
     assert {(module, name) for module, name in asked if name not in _ALLOWED.get(module, ())} == set()

@@ -8,12 +8,13 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from elastic_runner.cli.checkpoint import Reading, checkpoint
 from elastic_runner.environment import TRACEBACK
 from elastic_runner.errors import ElasticRunnerError, ExitCode, NotFound
 
@@ -24,6 +25,12 @@ verbs:
   demo                                                train on real text, kill a worker, resume, report
   status RUN_DIR                                      what a run has come to
   checkpoint ls|verify URL                            list checkpoints, or check every byte of them
+  checkpoint inspect URL[@STEP]                       what one holds: tensors, optimizer, positions
+  checkpoint diff A[@STEP] B[@STEP]                   what two differ in, to the last bit (code 1: they do)
+  checkpoint export URL[@STEP] DEST --to KIND         write one as safetensors, torch or dcp
+  checkpoint import FILE URL [--step N]               commit such a file, or foreign weights, as a checkpoint
+  checkpoint pin|unpin|trust URL STEP                 keep one whatever retention says, or not; end a suspicion
+  checkpoint prune URL --keep N [--dry-run]           delete those that nothing keeps, or only say which and why
 
 exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or configuration ·
             3 do not retry: program, model or checkpoints must change · 75 interrupted, start again
@@ -32,36 +39,18 @@ exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or 
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """What every verb that reads a storage takes."""
-
-    options: dict[str, str] = field(default_factory=dict)
-    """Options of the filesystem, dotted for nested ones: client_kwargs.endpoint_url http://..."""
-    json: bool = False
-    """Print JSON for machines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatusArguments(_Reading):
+class StatusArguments(Reading):
     """What a run has come to: its summary, with counts made anew from the ledger."""
 
     run_dir: tyro.conf.Positional[str]
     """The run directory, a path or fsspec URL."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointArguments(_Reading):
-    """The checkpoints below a checkpoint URL or a run directory, newest first."""
-
-    url: tyro.conf.Positional[str]
-    """Path or fsspec URL."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    verbs = {"launch": _launch, "demo": _demo, "status": _status, "checkpoint": _checkpoint}
+    verbs = {"launch": _launch, "demo": _demo, "status": _status, "checkpoint": checkpoint}
     if verb in ("-h", "--help", "help"):
         print(HELP)
         return ExitCode.FINISHED if arguments else ExitCode.USAGE
@@ -112,25 +101,3 @@ def _status(arguments: list[str]) -> int:
     table.add_row("by the ledger", ", ".join(f"{name} {value}" for name, value in counts.items()))
     Console().print(table)
     return ExitCode.FINISHED
-
-
-def _checkpoint(arguments: list[str]) -> int:
-    verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if verb not in ("ls", "verify"):
-        asked = verb in ("-h", "--help")
-        usage = "usage: elastic-runner checkpoint ls|verify URL; 'elastic-runner checkpoint ls --help' says more"
-        print(usage, file=sys.stdout if asked else sys.stderr)
-        return ExitCode.FINISHED if asked else ExitCode.USAGE
-    from elastic_runner.checkpoint.inspect import look
-
-    wanted = tyro.cli(CheckpointArguments, prog=f"elastic-runner checkpoint {verb}", args=rest)
-    rows = look(wanted.url, wanted.options, digests=verb == "verify")
-    if wanted.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    else:
-        table = Table("step", "attempt", "age", "size", "format", "ranks", "verified", "unusable because", box=None)
-        for row in rows:
-            table.add_row(*row.cells(time.time()))
-        Console().print(table)
-    damaged = verb == "verify" and any(row.unusable for row in rows)
-    return ExitCode.FAILED if damaged else ExitCode.FINISHED

@@ -1,0 +1,122 @@
+"""What happens to a state once it is copied: written by every rank, committed by one, older ones pruned.
+
+All of it runs beside training, in a group of its own: nothing here may meet the steps' exchanges.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from elastic_runner import paths
+from elastic_runner.checkpoint.manifest import Manifest, encode
+from elastic_runner.checkpoint.pruning import prune
+from elastic_runner.checkpoint.retention import retention_of
+from elastic_runner.checkpoint.saver import Part, Saver
+from elastic_runner.checkpoint.spill import Spill
+from elastic_runner.config import CheckpointConfig
+from elastic_runner.coordination import Coordinator
+from elastic_runner.errors import CheckpointError, Fenced, SaveFailed, StorageError
+from elastic_runner.storage import Storage
+
+log = logging.getLogger(__name__)
+
+
+class CommitPlace(Protocol):
+    """What a commit needs of its worker."""
+
+    background_coordinator: Coordinator
+    """For what is written beside training."""
+    attempt: int
+    """The fence."""
+
+    def check_fence(self) -> None:
+        """Raise Fenced when a newer attempt owns the run."""
+        ...
+
+    def before_commit(self) -> None:
+        """What is on record of the run must not be younger than a checkpoint of it: make it durable."""
+        ...
+
+
+class Commit:
+    """Saves what a saver has copied. ``unusable``: manifests that a restore has found damaged, by path."""
+
+    def __init__(
+        self, config: CheckpointConfig, storage: Storage, spill: Spill | None, place: CommitPlace, unusable: set[str]
+    ) -> None:
+        self._config = config
+        self._storage = storage
+        self._spill = spill
+        self._place = place
+        self._unusable = unusable
+
+    def run(self, saver: Saver, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and commit; collective. Raises SaveFailed, or what no later save would cure, alike on every rank."""
+        coordinator = self._place.background_coordinator
+        with _as_save_failed(step):
+            try:
+                manifest = self._write(saver, self._storage, step, metrics)
+                coordinator.once(f"save of step {step}: commit", lambda: self._commit(manifest))
+            except StorageError as error:
+                if self._spill is not None:
+                    self._spill_over(self._spill, saver, step, metrics, error)
+                raise
+        if self._spill is not None:
+            self._spill.clear(step)
+
+    def _write(self, saver: Saver, storage: Storage, step: int, metrics: Mapping[str, float]) -> Manifest:
+        coordinator = self._place.background_coordinator
+        directory = paths.data_directory(step, self._place.attempt)
+        parts = coordinator.agree(f"save of step {step}: write", partial(saver.write, storage, directory))
+        return self._manifest(step, parts, metrics)
+
+    def _manifest(self, step: int, parts: Sequence[Part], metrics: Mapping[str, float]) -> Manifest:
+        root = paths.step_directory(step) + "/"
+        return Manifest(
+            step=step,
+            attempt=self._place.attempt,
+            world_size=self._place.background_coordinator.world_size,
+            format=self._config.format,
+            files=tuple(file.within(root) for part in parts for file in part.files),
+            metrics=dict(metrics),
+            non_finite=tuple(sorted({key for part in parts for key in part.non_finite})),
+        )
+
+    def _commit(self, manifest: Manifest) -> None:
+        self._place.before_commit()
+        self._place.check_fence()
+        self._storage.create(manifest.path, encode(manifest))
+        try:
+            self._place.check_fence()
+        except Fenced:
+            self._storage.delete(manifest.path)  # the newer attempt has begun meanwhile and may not have seen it
+            raise
+        log.info("saved step %d (%.1f MB)", manifest.step, manifest.size / 1e6)
+        if manifest.non_finite:
+            log.error("step %d holds NaN or infinity in %s", manifest.step, ", ".join(manifest.non_finite[:8]))
+        prune(self._storage, retention_of(self._config), manifest, self._place.attempt, self._unusable)
+
+    def _spill_over(
+        self, spill: Spill, saver: Saver, step: int, metrics: Mapping[str, float], error: StorageError
+    ) -> None:
+        coordinator = self._place.background_coordinator
+        manifest = self._write(saver, spill.storage, step, metrics)
+        coordinator.agree(f"save of step {step}: spill", lambda: spill.keep(manifest))
+        spill.clear(step - 1)
+        if coordinator.is_main:
+            log.warning("step %d was spilled to %s: %s", step, spill.storage.url, error)
+
+
+@contextmanager
+def _as_save_failed(step: int) -> Iterator[None]:
+    try:
+        yield
+    except (StorageError, CheckpointError) as error:
+        # A full disk, a refusal and the like say what to do, and a new start would not go better.
+        if not error.restartable or isinstance(error, SaveFailed):
+            raise
+        raise SaveFailed(f"step {step} was not saved: {error}") from error

@@ -1,0 +1,127 @@
+"""Relay: the ranks of a node read each file once, into memory that all of them see.
+
+In every round each rank reads one file, while it copies what it needs out of those of the round before. Two buffers
+per rank are enough, so a restore needs room for two files per rank, not for the checkpoint.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from elastic_runner.checkpoint.image import SharedBuffer
+from elastic_runner.coordination import Coordinator
+
+Read = Callable[[str, memoryview], None]
+"""Fill the memory with the file of that name."""
+Use = Callable[[str, memoryview], None]
+"""Take what this rank needs out of the file of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Who reads what when."""
+
+    ranks: tuple[int, ...]
+    """The ranks that share with this one, itself included."""
+    files: tuple[tuple[str, ...], ...]
+    """Of each of them, its files in order."""
+    count: int
+    """Rounds, the same on every node."""
+
+
+def schedule(rank: int, needs: Sequence[tuple[str, Mapping[str, int]]]) -> Rounds:
+    """Rounds for ``rank``. ``needs``: each rank's node and the sizes of the files it needs, by name. Pure."""
+    count = 0
+    mine: Rounds | None = None
+    nodes = [node for node, _ in needs]
+    for node in dict.fromkeys(nodes):
+        ranks = tuple(r for r, (n, _) in enumerate(needs) if n == node)
+        names = sorted({name for r in ranks for name in needs[r][1]})
+        files = tuple(tuple(names[place :: len(ranks)]) for place in range(len(ranks)))
+        count = max(count, len(files[0]))
+        if rank in ranks:
+            mine = Rounds(ranks=ranks, files=files, count=0)
+    assert mine is not None
+    return Rounds(ranks=mine.ranks, files=mine.files, count=count)
+
+
+class Relay:
+    """One restore's reading. Collective from construction to ``run``."""
+
+    def __init__(self, coordinator: Coordinator, needs: Sequence[tuple[str, Mapping[str, int]]], read: Read) -> None:
+        self._coordinator = coordinator
+        self._read = read
+        self._needs = list(needs)
+        self._rounds = schedule(coordinator.rank, needs)
+        self._buffers: list[SharedBuffer] = []
+        self._sizes = {name: size for _, files in needs for name, size in files.items()}
+
+    def run(self, use: Use) -> None:
+        """Read everything, giving each file to ``use`` when it is there. Errors of any rank are every rank's."""
+        with ExitStack() as stack:
+            views = self._share(stack)
+            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="restore"))
+            me = self._rounds.ranks.index(self._coordinator.rank)
+            coming = self._submit(pool, views[me], 0)
+
+            def go(number: int) -> None:
+                for place, files in enumerate(self._rounds.files):
+                    if 0 < number <= len(files):
+                        name = files[number - 1]
+                        use(name, views[place][(number - 1) % 2][: self._sizes[name]])
+                coming.result()
+
+            for number in range(self._rounds.count + 1):
+                # Past this point everybody has read its file of this round and is done with those of the last one.
+                self._coordinator.agree(f"restore: round {number} of {self._rounds.count}", partial(go, number))
+                coming = self._submit(pool, views[me], number + 1)
+
+    def _submit(self, pool: ThreadPoolExecutor, buffers: Sequence[memoryview], number: int) -> Future[None]:
+        files = self._rounds.files[self._rounds.ranks.index(self._coordinator.rank)]
+        if number >= len(files):
+            nothing: Future[None] = Future()
+            nothing.set_result(None)
+            return nothing
+        name = files[number]
+        return pool.submit(self._read, name, buffers[number % 2][: self._sizes[name]])
+
+    def _share(self, stack: ExitStack) -> list[list[memoryview]]:
+        """Two buffers of each rank that shares, by place. Where they cannot be shared, each rank reads for itself."""
+        while True:
+            places = self._rounds.ranks
+            shared = self._coordinator.agree("restore: buffers", partial(self._make_buffers, stack))
+            found: list[list[memoryview]] = []
+            try:
+                for place in places:
+                    own = place == self._coordinator.rank
+                    found.append(
+                        [b.view for b in self._buffers] if own else [_mapped(Path(path)) for path in shared[place]]
+                    )
+            except OSError:
+                found = []
+            if all(self._coordinator.gather("restore: shared", bool(found))):
+                return found
+            alone = [(f"rank {rank}", files) for rank, (_, files) in enumerate(self._needs)]
+            self._rounds = schedule(self._coordinator.rank, alone)
+
+    def _make_buffers(self, stack: ExitStack) -> list[str]:
+        """This rank's own; where others find them."""
+        files = self._rounds.files[self._rounds.ranks.index(self._coordinator.rank)]
+        self._buffers = []
+        for sizes in ([self._sizes[name] for name in files[k::2]] for k in range(min(2, len(files)))):
+            self._buffers.append(SharedBuffer(max(sizes)))
+            stack.callback(self._buffers[-1].close)
+        return [str(buffer.path) for buffer in self._buffers]
+
+
+def _mapped(path: Path) -> memoryview:
+    """Another process's buffer."""
+    with path.open("r+b") as file:
+        found = mmap.mmap(file.fileno(), 0)
+    return memoryview(found)

@@ -1,0 +1,1 @@
+"""What people do with checkpoints outside of a run: look, compare, export, import."""

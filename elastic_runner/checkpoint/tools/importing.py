@@ -1,0 +1,170 @@
+"""Importing: what a file or directory holds becomes a committed checkpoint, of attempt 0.
+
+Attempts of runs count from 1, so that whatever a run saves itself at the same step comes before what was imported.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from elastic_runner import paths
+from elastic_runner.checkpoint.full import FILE
+from elastic_runner.checkpoint.load import OPTIMIZER_GROUPS, OPTIMIZER_STATE
+from elastic_runner.checkpoint.manifest import Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.saver import is_finite
+from elastic_runner.checkpoint.tools.contents import MODEL, Contents
+from elastic_runner.checkpoint.tools.opening import Opened
+from elastic_runner.checkpoint.tools.overview import damage
+from elastic_runner.checkpoint.tools.written import Bar, Tick, no_bar, write_full, write_sharded
+from elastic_runner.errors import ConfigError, SaveFailed, StorageError
+from elastic_runner.storage import Storage, Written, open_storage
+
+ATTEMPT = 0
+"""No run's: those begin at 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A checkpoint that was committed."""
+
+    url: str
+    """The checkpoint URL it is below."""
+    step: int
+    """Its step."""
+    format: Literal["sharded", "full"]
+    """Its layout."""
+    tensors: int
+    """How many."""
+    size: int
+    """Bytes."""
+    weights_only: bool
+    """Whether there is nothing but a model in it."""
+    notes: tuple[str, ...]
+    """What people should know of the file."""
+
+
+def import_state(
+    source: Opened,
+    url: str,
+    options: dict[str, str],
+    *,
+    step: int | None = None,
+    format: Literal["sharded", "full"] = "sharded",
+    model_only: bool = False,
+    verify: bool = True,
+    bar: Bar = no_bar,
+) -> Imported:
+    """Commit ``source`` as a checkpoint below ``url`` (a checkpoint URL or a run directory), the manifest last.
+
+    Raises ConfigError where the step is taken, missing, or another than the state's own.
+    """
+    contents = source.contents.only_model() if model_only else source.contents
+    weights_only = OPTIMIZER_GROUPS not in contents.plain
+    step = _step(source, step, weights_only)
+    storage = _checkpoints(url, options)
+    for manifest in list_checkpoints(storage).manifests:
+        if manifest.step == step:
+            by = "an earlier import" if manifest.attempt == ATTEMPT else f"attempt {manifest.attempt}"
+            raise ConfigError(f"{storage.url} has a checkpoint of step {step} already, written by {by}")
+    if verify:
+        source.verify(bar)
+    directory = paths.data_directory(step, ATTEMPT)
+    storage.delete(directory)  # what an import that was killed has left
+    watched = _Watched(tensors=contents.tensors, plain=contents.plain)
+    try:
+        with bar("writing", contents.nbytes) as tick:
+            files = _write(storage, directory, watched, format, tick)
+        root = paths.step_directory(step) + "/"
+        manifest = Manifest(
+            step=step,
+            attempt=ATTEMPT,
+            world_size=1,
+            format=format,
+            files=tuple(Written(path=f.path.removeprefix(root), size=f.size, digest=f.digest) for f in files),
+            metrics=source.manifest.metrics if source.manifest else {},
+            non_finite=tuple(watched.found),
+        )
+        storage.create(manifest.path, encode(manifest))
+        _check_there(storage, manifest)
+    except BaseException:
+        _give_up(storage, step, directory)
+        raise
+    return Imported(
+        url=storage.url,
+        step=step,
+        format=format,
+        tensors=len(contents.tensors),
+        size=manifest.size,
+        weights_only=weights_only,
+        notes=source.notes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched(Contents):
+    """Contents that notice on the way what is trained and not finite, as a save does."""
+
+    found: dict[str, None] = field(default_factory=dict)
+
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        values = super().rows(key, start, stop)
+        if key in self.trained and not is_finite(values):
+            self.found[key] = None
+        return values
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """The optimizer's parameters and what it keeps of them; a foreign model's are not told from its buffers."""
+        groups = self.plain.get(OPTIMIZER_GROUPS, [])
+        parameters = {MODEL + name for group in groups for name in group["params"]}
+        return parameters | {key for key in self.tensors if key.startswith(OPTIMIZER_STATE)}
+
+
+def _write(storage: Storage, directory: str, contents: Contents, format: str, tick: Tick) -> list[Written]:
+    if format == "sharded":
+        return write_sharded(storage, directory, contents, tick)
+    path = f"{directory}/{FILE}"
+    with storage.writer(path) as stream:
+        write_full(stream, contents, tick)
+    return [stream.written(path)]
+
+
+def _step(source: Opened, step: int | None, weights_only: bool) -> int:
+    if step is None and source.step is None:
+        raise ConfigError(f"{source.where} does not say of which step it is; give one, such as --step 0")
+    if step is None:
+        assert source.step is not None
+        return source.step
+    if not weights_only and source.step is not None and step != source.step:
+        raise ConfigError(
+            f"{source.where} is the state of step {source.step}: leave --step out, "
+            f"or take its weights alone with --model-only --step {step}"
+        )
+    return step
+
+
+def _checkpoints(url: str, options: dict[str, str]) -> Storage:
+    """Where checkpoints go: ``url`` itself, or below it when it is a run directory."""
+    storage = open_storage(url, options)
+    if {paths.CHECKPOINTS, paths.ATTEMPTS, paths.SUMMARY} & set(storage.list("")):
+        return open_storage(paths.join(url, paths.CHECKPOINTS), options)
+    return storage
+
+
+def _check_there(storage: Storage, manifest: Manifest) -> None:
+    """A run that is going on may have swept the files before the manifest was there, as those of a dead attempt."""
+    if missing := damage(storage, manifest, digests=False):
+        storage.delete(manifest.path)
+        raise SaveFailed(f"{missing}: a run that saves there has removed it; import while none is going on")
+
+
+def _give_up(storage: Storage, step: int, directory: str) -> None:
+    """Remove what was written, unless the manifest is there after all; what went wrong is the better reason."""
+    with suppress(StorageError):
+        if not any(paths.manifest_attempt(name) == ATTEMPT for name in storage.list(paths.step_directory(step))):
+            storage.delete(directory)

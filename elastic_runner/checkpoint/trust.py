@@ -1,0 +1,127 @@
+"""Which checkpoint to restore first, and which to distrust because of what came of it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from elastic_runner import paths
+from elastic_runner.checkpoint.manifest import Checkpoint, Manifest
+from elastic_runner.errors import ElasticRunnerError, NonFiniteError
+
+
+class Health(IntEnum):
+    """How far a checkpoint is trusted, best first."""
+
+    HEALTHY = 0
+    """Nothing is known against it."""
+    SUSPECT = 1
+    """It was found damaged, or led to failures."""
+    NON_FINITE = 2
+    """It holds NaN or infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A checkpoint that restore may try."""
+
+    manifest: Manifest
+    """What it is."""
+    health: Health
+    """How far it is trusted."""
+    doubt: str = ""
+    """Why it was put back behind others, in words; empty for a healthy one."""
+
+
+def candidates(checkpoints: Sequence[Checkpoint], reasons: Mapping[str, str] | None = None) -> list[Candidate]:
+    """All in the order in which to try them: healthy newest first, then suspects, then non-finite ones.
+
+    ``reasons``: words for suspects by manifest path, and for those that are blamed and not marked yet.
+    """
+    judged = [_judge(checkpoint, reasons or {}) for checkpoint in checkpoints]
+    return sorted(judged, key=lambda c: (c.health, -c.manifest.step, -c.manifest.attempt))
+
+
+def health(checkpoint: Checkpoint, distrusted: Container[str] = ()) -> Health:
+    """How far a checkpoint is trusted; ``distrusted`` holds paths of further suspects."""
+    if checkpoint.manifest.non_finite:
+        return Health.NON_FINITE
+    if checkpoint.marks.suspect or checkpoint.manifest.path in distrusted:
+        return Health.SUSPECT
+    return Health.HEALTHY
+
+
+def _judge(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Candidate:
+    manifest, trusted, doubts = checkpoint.manifest, health(checkpoint, reasons), []
+    if manifest.non_finite:
+        doubts.append(describe_non_finite(manifest))
+    if checkpoint.marks.suspect or manifest.path in reasons:
+        why = reasons.get(manifest.path) or f"see {', '.join(checkpoint.marks.suspicions)}"
+        doubts.append(f"suspect: {why}")
+    return Candidate(manifest=manifest, health=trusted, doubt="; ".join(doubts))
+
+
+def describe_non_finite(manifest: Manifest, most: int = 3) -> str:
+    """Which tensors hold NaN or infinity, the first few by name."""
+    names = manifest.non_finite
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"NaN or infinity in {', '.join(names[:most])}{rest}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How an attempt failed."""
+
+    attempt: int
+    """Its number."""
+    kind: str
+    """Type of the error that came first."""
+    step: int | None
+    """The step under way; None before the loop began."""
+    restored: str | None
+    """Path of the manifest that it started from; None: from step 0."""
+    saved: str | None = None
+    """Path of the newest manifest that it committed itself."""
+
+    def went_through(self, path: str) -> bool:
+        """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""
+        if self.restored == path:
+            return True
+        # Not ``saved``: what was still being written when the failure came is not in it, and may be there by now.
+        step, attempt = paths.committed(path) or (0, 0)
+        return attempt == self.attempt and self.step is not None and step < self.step
+
+
+def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
+    """Checkpoints, by manifest path with a reason, that led to the same failure ``times`` times; ``times`` 0: none.
+
+    Not one from which a newer checkpoint came, and not where the same failure came about without it as well: then it
+    is the failure's step, its samples or the program, going back does not help, and nothing further is demoted.
+    """
+    known = list(ends)
+    led_on = {end.restored for end in known if end.saved is not None}
+    failures: dict[tuple[int, str], list[End]] = defaultdict(list)
+    for end in known:
+        if end.step is not None and end.kind not in _NOT_OF_THE_STATE:
+            failures[end.step, end.kind].append(end)
+    found: dict[str, str] = {}
+    for (step, kind), same in failures.items():
+        for path, loads in Counter(end.restored for end in same).items():
+            if path is None or path in led_on or not 0 < times <= loads:
+                continue
+            if all(end.went_through(path) for end in same):
+                found[path] = f"led {loads} times to {kind} in step {step}, and to no newer checkpoint"
+    return found
+
+
+def _names(kind: type[ElasticRunnerError]) -> Iterator[str]:
+    yield kind.__name__
+    for below in kind.__subclasses__():
+        yield from _names(below)
+
+
+_NOT_OF_THE_STATE = {*_names(ElasticRunnerError), "MemoryError", "OutOfMemoryError", "KeyboardInterrupt", "SystemExit"}
+"""Failures that no other state would have kept away: of storage, peers, configuration, program, machine."""
+_NOT_OF_THE_STATE -= {NonFiniteError.__name__}
