@@ -17,6 +17,7 @@ UP, DOWN = "up", "down"
 ALWAYS = 1 << 60
 _METHODS = (b"GET ", b"PUT ", b"POST ", b"HEAD ", b"DELETE ")
 _BLOCK = 1 << 16
+Link = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
 
 @dataclass
@@ -35,12 +36,11 @@ class Proxy:
         self._target = port
         self._faults: dict[str, _Fault] = {}
         self._gates: dict[str, asyncio.Event] = {}
-        self._links: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
+        self._links: set[Link] = set()
         self._answer: tuple[int, bytes] = (0, b"")
         self._rate = 0.0
         self._refusing = 0
-        self.fired = 0
-        """Faults that have struck since ``ok``: so that a test knows that it has tested something."""
+        self.fired = 0  # faults that have struck since ``ok``: so that a test knows that it has tested something
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -62,11 +62,6 @@ class Proxy:
     def cut(self) -> None:
         """Reset the connections there are."""
         self._run(self._cut())
-
-    @property
-    def connections(self) -> int:
-        """How many are open."""
-        return len(self._links)
 
     def reset(self, way: str, after: int, times: int = 1) -> None:
         """Reset the connection that carries byte ``after``; each of ``times`` counts anew."""
@@ -141,13 +136,7 @@ class Proxy:
             client.close()
             server.close()
 
-    async def _pump(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        way: str,
-        link: tuple[asyncio.StreamWriter, asyncio.StreamWriter],
-    ) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: str, link: Link) -> None:
         with suppress(OSError):
             while data := await source.read(_BLOCK):
                 if way == UP and self._answer[0] and data.startswith(_METHODS):
@@ -180,12 +169,7 @@ class Proxy:
                 fault.event.set()
         return data
 
-    async def _reply(
-        self,
-        request: bytes,
-        source: asyncio.StreamReader,
-        link: tuple[asyncio.StreamWriter, asyncio.StreamWriter],
-    ) -> None:
+    async def _reply(self, request: bytes, source: asyncio.StreamReader, link: Link) -> None:
         times, text = self._answer
         self._answer = times - 1, text
         self.fired += 1
