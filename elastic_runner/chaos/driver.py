@@ -37,14 +37,19 @@ class Killed:
 
 def kill_tree(pid: int) -> None:
     """SIGKILL a process and all its descendants; torch's agent starts each worker in a session of its own."""
-    below = [pid]
-    for parent in below:
-        for children in Path("/proc").glob(f"{parent}/task/*/children"):
-            with suppress(OSError):
-                below.extend(int(child) for child in children.read_text().split())
-    for each in below:
+    for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, their children, and so on."""
+    family = [pid]
+    for parent in family:
+        for children in Path("/proc").glob(f"{parent}/task/*/children"):
+            with suppress(OSError):
+                family.extend(int(child) for child in children.read_text().split())
+    return family[1:]
 
 
 def launch_command(workers: int, *script: str) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -23,6 +23,7 @@ from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode, PeerLost, PhaseTimeout
 from elastic_runner.launch.agent import EndOfJob, heeding_verdicts
+from elastic_runner.launch.forking import forked_workers
 from elastic_runner.observability.summary import decode, encode
 from elastic_runner.storage import open_storage
 from elastic_runner.verdict import Verdict
@@ -43,6 +44,15 @@ def launch(arguments: Sequence[str]) -> int:
     """
     parser = torchrun.get_args_parser()
     parser.prog = "elastic-runner launch"
+    ours = parser.add_argument_group("elastic-runner")
+    ours.add_argument(
+        "--start-by", choices=["fork", "exec"], default="fork",
+        help="fork: workers come from a process that has imported torch already. exec: a new interpreter each.",
+    )  # fmt: skip
+    ours.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE",
+        help="Import this, too, before workers are forked. It must start no thread and not touch CUDA.",
+    )  # fmt: skip
     known = vars(parser.parse_args(["script"]))
     defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
@@ -50,7 +60,8 @@ def launch(arguments: Sequence[str]) -> int:
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
-    with _agent_directory() as directory, heeding_verdicts(directory):
+    starting = forked_workers(options.preload) if options.start_by == "fork" else nullcontext()
+    with _agent_directory() as directory, heeding_verdicts(directory), starting:
         try:
             torchrun.run(options)
         except EndOfJob as end:

@@ -10,6 +10,7 @@ import inspect
 import io
 import pickle
 import pickletools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,15 @@ def test_the_agent_is_built_from_a_name_and_restarts_by_one_method() -> None:
     assert launcher_api.LocalElasticAgent is LocalElasticAgent
     assert "LocalElasticAgent(" in inspect.getsource(launcher_api.launch_agent)
     assert "self._restart_workers(self._worker_group)" in inspect.getsource(LocalElasticAgent._invoke_run)
+
+
+def test_torch_makes_a_worker_the_way_that_forking_replaces() -> None:
+    """launch/forking.py."""
+    import torch.distributed.elastic.multiprocessing.api as api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    assert "get_subprocess_handler(" in inspect.getsource(api.SubprocessContext._start)
+    assert list(inspect.signature(SubprocessHandler._popen).parameters) == ["self", "args", "env"]
+    assert "self._popen(args_str, env_vars)" in inspect.getsource(SubprocessHandler.__init__)
+    used = set(re.findall(r"handler\.proc\.(\w+)", inspect.getsource(api.SubprocessContext)))
+    assert used <= {"poll", "pid", "wait"}, "ForkedProcess has what is used"

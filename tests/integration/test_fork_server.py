@@ -1,0 +1,207 @@
+"""Workers made by fork are what the same command line would have made by exec."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_runner.chaos.driver import descendants, launch_command
+from elastic_runner.launch.forking import ForkedProcess, ForkServer, NoFork
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On the server's PYTHONPATH."""
+    return tmp_path_factory.mktemp("modules")
+
+
+@pytest.fixture(scope="module")
+def server(modules: Path) -> Iterator[ForkServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(modules))
+        server = ForkServer()
+    yield server
+    server.close()
+
+
+class Script:
+    """A script run by fork, its output in files."""
+
+    def __init__(self, server: ForkServer, directory: Path, modules: Path | None = None) -> None:
+        self.server, self.directory, self.modules = server, directory, modules or directory
+
+    def start(
+        self, text: str, *arguments: str, env: dict[str, str] | None = None, module: bool = False
+    ) -> ForkedProcess:
+        path = (self.modules if module else self.directory) / "the_script.py"
+        path.write_text(textwrap.dedent(text))
+        argv = ["-m", "the_script", *arguments] if module else [str(path), *arguments]
+        environment = {**os.environ, **(env or {})}
+        files = {name: str(self.directory / name) for name in ("stdout", "stderr")}
+        return self.server.spawn({"argv": argv, "env": environment, **files})
+
+    def run(self, text: str, *arguments: str, **how: Any) -> tuple[int, str, str]:
+        code = self.start(text, *arguments, **how).wait(60)
+        return code, (self.directory / "stdout").read_text(), (self.directory / "stderr").read_text()
+
+
+@pytest.fixture
+def script(server: ForkServer, tmp_path: Path, modules: Path) -> Script:
+    return Script(server, tmp_path, modules)
+
+
+LOOK = """
+    import json, os, signal, sys, threading
+    class Mine:
+        pass
+    if __name__ == "__main__":
+        print(json.dumps({
+            "argv": sys.argv[1:],
+            "name": Mine.__module__,
+            "main": sys.modules["__main__"].__dict__.get("Mine") is Mine,
+            "env": {k: v for k, v in os.environ.items() if k.startswith("MY_")},
+            "path": sys.path[0],
+            "session": os.getsid(0) == os.getpid(),
+            "stdin": sys.stdin.read(),
+            "signals": [signal.getsignal(s) == signal.SIG_DFL for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)],
+            "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            "fds": sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:3],
+        }))
+"""
+
+
+def test_a_script_finds_the_world_as_it_expects_it(script: Script) -> None:
+    os.environ["MY_OLD"] = "set after the server began, but given on"
+    try:
+        code, out, error = script.run(LOOK, "--flag", "x y", env={"MY_NEW": "1"})
+    finally:
+        del os.environ["MY_OLD"]
+    assert (code, error) == (0, "")
+    found = json.loads(out)
+    assert found["argv"] == ["--flag", "x y"]
+    assert found["name"] == "__main__" and found["main"]
+    assert found["env"] == {"MY_OLD": "set after the server began, but given on", "MY_NEW": "1"}
+    assert found["path"] == str(script.directory)
+    assert found["session"] and found["stdin"] == ""
+    assert found["signals"] == [True] * 3 and found["interrupt"]
+    assert found["fds"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no such thing')", 1, "no such thing\n"),
+        ("raise ValueError('mine')", 1, "ValueError: mine\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import atexit; atexit.register(print, 'last'); print('first', end=' ')", 0, ""),
+        ("this is no Python", 1, "SyntaxError: invalid syntax\n"),
+    ],
+    ids=["exit", "exit message", "raise", "killed", "atexit", "syntax"],
+)
+def test_how_a_script_ends_is_told(text: str, code: int, error: str, script: Script) -> None:
+    found, out, told = script.run(text)
+    assert found == code and told.endswith(error)
+    if "atexit" in text:
+        assert out == "first last\n"
+
+
+def test_a_module_is_run_like_a_script(script: Script) -> None:
+    code, out, _ = script.run(LOOK, "a", module=True)
+    assert code == 0 and json.loads(out)["argv"] == ["a"] and json.loads(out)["name"] == "__main__"
+
+
+def test_forked_workers_draw_different_random_numbers(script: Script) -> None:
+    text = "import random, numpy; print(random.random(), numpy.random.random())"
+    assert script.run(text)[1] != script.run(text)[1]
+
+
+def test_loader_processes_work(script: Script) -> None:
+    text = """
+        import torch
+        from torch.utils.data import DataLoader
+        for method in ("fork", "spawn"):
+            if __name__ == "__main__":
+                loader = DataLoader(list(range(4)), num_workers=1, multiprocessing_context=method)
+                print([int(x) for x in loader])
+    """
+    code, out, error = script.run(text)
+    assert (code, out) == (0, "[0, 1, 2, 3]\n" * 2), error
+
+
+def wait_until_written(path: Path) -> str:
+    while not path.exists() or not path.read_text().endswith("\n"):
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def test_a_worker_can_be_waited_for_and_killed(script: Script) -> None:
+    process = script.start("import time; print('here'); time.sleep(600)")
+    wait_until_written(script.directory / "stdout")
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM == process.poll()
+
+
+def test_a_server_with_threads_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "begins_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ForkServer(["begins_a_thread"])
+    try:
+        with pytest.raises(NoFork, match="2 threads are running in the fork server"):
+            Script(server, tmp_path).start("print('never')")
+    finally:
+        server.close()
+
+
+def is_gone(pid: int) -> bool:
+    """Also as a zombie: on this machine PID 1 reaps late."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_nobody_outlives_a_killed_agent(tmp_path: Path) -> None:
+    """Whatever kills it: the kernel ends the server with its agent, and the workers with the server."""
+    script = tmp_path / "sleeps.py"
+    script.write_text(
+        "import os, time, pathlib\n"
+        "pathlib.Path(os.environ['RANK'] + '.pid').write_text(f'{os.getpid()}\\n')\n"
+        "time.sleep(600)"
+    )
+    agent = subprocess.Popen(
+        launch_command(2, str(script)), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        pids = [int(wait_until_written(tmp_path / f"{rank}.pid")) for rank in range(2)]
+        family = descendants(agent.pid)
+        assert set(pids) < set(family)
+    finally:
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+    while not all(is_gone(pid) for pid in family):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_a_launched_script_that_fails_prints_its_traceback_once(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise KeyError('the reason')")
+    command = [*launch_command(1, "--start-by", how, "--max-restarts", "0"), str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.count("KeyError: 'the reason'") == 1, result.stderr
