@@ -101,11 +101,12 @@ class Checkpointer:
         self._saver: Saver = (
             FullSaver(main=self._coordinator.is_main) if config.format == "full" else ShardedSaver(worker.device)
         )
+        self._unusable: set[str] = set()
         self._spill = Spill(config.spill) if config.spill is not None else None
+        self._commit = Commit(config, self._storage, self._spill, worker, self._unusable)
         self._in_flight: int | None = None
         self._saved_step: int | None = None
         self._failures = 0
-        self._unusable: set[str] = set()
 
     def maybe_save(self, step: FinishedStep, metrics: Mapping[str, float] | None = None) -> bool:
         """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saves.
@@ -148,6 +149,7 @@ class Checkpointer:
         from then on tried last. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when
         there are checkpoints but each is damaged; AccessDenied or StateError when none could be saved later.
         """
+        self._settle(self._parts.step)
         with self._worker.phase("load"):
             # What would make the first save fail shall not wait for it.
             self._coordinator.agree("restore: probe", self._probe)
@@ -191,8 +193,7 @@ class Checkpointer:
             self._saver.begin(captured)
             if not wait:
                 self._saver.copy(captured)
-            commit = Commit(self._config, self._storage, self._spill, self._worker, self._unusable)
-            work = partial(commit.run, self._saver, step, dict(metrics))
+            work = partial(self._commit.run, self._saver, step, dict(metrics))
             self._worker.background.start(f"save of step {step}", work, partial(self._worker.saved, step))
             self._in_flight = step
             if wait:

@@ -53,20 +53,29 @@ class Commit:
         self._spill = spill
         self._place = place
         self._unusable = unusable
+        self._committed: set[int] = set()
 
     def run(self, saver: Saver, step: int, metrics: Mapping[str, float]) -> None:
         """Write and commit; collective. Raises SaveFailed, or what no later save would cure, alike on every rank."""
         coordinator = self._place.background_coordinator
         with _as_save_failed(step):
             try:
+                if step in self._committed:
+                    coordinator.once(f"save of step {step}: again", lambda: self._withdraw(step))
                 manifest = self._write(saver, self._storage, step, metrics)
                 coordinator.once(f"save of step {step}: commit", lambda: self._commit(manifest))
+                self._committed.add(step)
             except StorageError as error:
                 if self._spill is not None:
                     self._spill_over(self._spill, saver, step, metrics, error)
                 raise
         if self._spill is not None:
             self._spill.clear(step)
+
+    def _withdraw(self, step: int) -> None:
+        """The run went back and comes to a step a second time: its files are about to be written anew."""
+        log.warning("step %d was saved by this attempt before and is saved anew", step)
+        self._storage.delete(paths.manifest(step, self._place.attempt))
 
     def _write(self, saver: Saver, storage: Storage, step: int, metrics: Mapping[str, float]) -> Manifest:
         coordinator = self._place.background_coordinator
@@ -92,8 +101,9 @@ class Commit:
         self._storage.create(manifest.path, encode(manifest))
         try:
             self._place.check_fence()
-        except Fenced:
-            self._storage.delete(manifest.path)  # the newer attempt has begun meanwhile and may not have seen it
+        except (Fenced, StorageError):
+            # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
+            self._storage.delete(manifest.path)
             raise
         log.info("saved step %d (%.1f MB)", manifest.step, manifest.size / 1e6)
         if manifest.non_finite:

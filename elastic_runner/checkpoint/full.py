@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_runner.checkpoint.archive import only_data
 from elastic_runner.checkpoint.capture import Captured, references, unpack
+from elastic_runner.checkpoint.layout import require_dense
 from elastic_runner.checkpoint.saver import Part, non_finite
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import SaveFailed
@@ -46,10 +47,13 @@ class FullSaver:
         self._failed = False
 
     def fits(self, captured: Captured) -> bool:
-        """Whether the copies were made for tensors of these names, types and shapes."""
+        """Whether the copies were made for tensors of these names, types and shapes. Raises StateError."""
         self._signature = captured.signature()
+        if self._signature == self._made_for:
+            return True
+        require_dense(captured.tensors)
         self._shapes = {key: (t.shape, t.dtype) for key, t in captured.tensors.items()}
-        return self._signature == self._made_for
+        return False
 
     def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
         """Make room on rank 0."""

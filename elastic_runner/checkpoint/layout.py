@@ -76,15 +76,21 @@ class DataFile:
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     """What this rank holds, cut into pieces. Raises StateError for a tensor that has no plain strided memory."""
+    require_dense(tensors)
     result: list[Piece] = []
     for key, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-            raise StateError(f"{key} is a {kind} tensor; a checkpoint holds dense ones. Convert it in state_dict.")
         for offsets, sizes in _boxes(key, tensor):
             whole = Piece(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), offsets=offsets, sizes=sizes)
             result.extend(_cut(whole))
     return result
+
+
+def require_dense(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError for a tensor that has no plain strided memory."""
+    for key, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+            raise StateError(f"{key} is a {kind} tensor; a checkpoint holds dense ones. Convert it in state_dict.")
 
 
 def _boxes(key: str, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

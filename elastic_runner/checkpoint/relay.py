@@ -1,12 +1,14 @@
 """Relay: the ranks of a node read each file once, into memory that all of them see.
 
-In every round each rank reads one file, while it copies what it needs out of those of the round before. Two buffers
-per rank are enough, so a restore needs room for two files per rank, not for the checkpoint.
+In every round each rank reads one file, while it copies what it needs out of those of the round before. With three
+buffers per rank nobody's reading waits while the ranks agree, and a restore needs room for three files per rank, not
+for the checkpoint.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +23,9 @@ Read = Callable[[str, memoryview], None]
 """Fill the memory with the file of that name."""
 Use = Callable[[str, memoryview], None]
 """Take what this rank needs out of the file of that name."""
+
+BUFFERS = 3
+"""Of each rank: one to read into, one to use, and one to go on with while the ranks agree that another is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +73,19 @@ class Relay:
             views = self._share(stack)
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="restore"))
             me = self._rounds.ranks.index(self._coordinator.rank)
-            coming = self._submit(pool, views[me], 0)
+            coming = deque(self._submit(pool, views[me], number) for number in range(BUFFERS - 1))
 
             def go(number: int) -> None:
                 for place, files in enumerate(self._rounds.files):
                     if 0 < number <= len(files):
                         name = files[number - 1]
-                        use(name, views[place][(number - 1) % 2][: self._sizes[name]])
-                coming.result()
+                        use(name, views[place][(number - 1) % BUFFERS][: self._sizes[name]])
+                coming.popleft().result()
 
             for number in range(self._rounds.count + 1):
                 # Past this point everybody has read its file of this round and is done with those of the last one.
                 self._coordinator.agree(f"restore: round {number} of {self._rounds.count}", partial(go, number))
-                coming = self._submit(pool, views[me], number + 1)
+                coming.append(self._submit(pool, views[me], number + BUFFERS - 1))
 
     def _submit(self, pool: ThreadPoolExecutor, buffers: Sequence[memoryview], number: int) -> Future[None]:
         files = self._rounds.files[self._rounds.ranks.index(self._coordinator.rank)]
@@ -89,10 +94,10 @@ class Relay:
             nothing.set_result(None)
             return nothing
         name = files[number]
-        return pool.submit(self._read, name, buffers[number % 2][: self._sizes[name]])
+        return pool.submit(self._read, name, buffers[number % BUFFERS][: self._sizes[name]])
 
     def _share(self, stack: ExitStack) -> list[list[memoryview]]:
-        """Two buffers of each rank that shares, by place. Where they cannot be shared, each rank reads for itself."""
+        """The buffers of each rank that shares, by place. Where they cannot be shared, each rank reads for itself."""
         while True:
             places = self._rounds.ranks
             shared = self._coordinator.agree("restore: buffers", partial(self._make_buffers, stack))
@@ -114,7 +119,7 @@ class Relay:
         """This rank's own; where others find them."""
         files = self._rounds.files[self._rounds.ranks.index(self._coordinator.rank)]
         self._buffers = []
-        for sizes in ([self._sizes[name] for name in files[k::2]] for k in range(min(2, len(files)))):
+        for sizes in ([self._sizes[name] for name in files[k::BUFFERS]] for k in range(min(BUFFERS, len(files)))):
             self._buffers.append(SharedBuffer(max(sizes)))
             stack.callback(self._buffers[-1].close)
         return [str(buffer.path) for buffer in self._buffers]

@@ -315,7 +315,7 @@ class Worker:
         message = "" if status == "finished" else f"{self._why_so_early()}; {kept} at step {step} of {target}"
         self.record.end(status, message)
         if self.is_main and (status == "finished" or not self.draining):
-            log.info("%s at step %d of %d: %s", message or status, step, target, self.storage.url)
+            log.info("%s: %s", message or f"{status} at step {step} of {target}", self.storage.url)
         # The others leave after the summary is written: their end makes the launcher end everybody.
         self.coordinator.gather("finished", None)
         code = ExitCode.INTERRUPTED if self.draining and status == "interrupted" else ExitCode.FINISHED
@@ -339,6 +339,7 @@ class Worker:
         if isinstance(error, SystemExit) and not error.code:
             step = self._state.step if self._state else 0
             report.in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {step}"))
+            self._let_save_end()
             self._leave_groups()
             self._close()
             return
@@ -354,13 +355,17 @@ class Worker:
             self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
             report.in_time(lambda: self._record_failure(error, message, consequence))
-        # What is being saved need not be lost with us. Where peers are gone, it ends at once.
-        self.background.wait(self.config.timeouts.teardown)
+        self._let_save_end()
         if self.world_size == 1:
             # A program that called us may catch the error and go on.
             self._leave_groups()
             self._watch.close()
             self._notice.restore()
+
+    def _let_save_end(self) -> None:
+        """What is being saved need not be lost with us. Where peers are gone, it ends at once."""
+        if self.background.wait(self.config.timeouts.teardown) and (failure := self.background.outcome()):
+            log.error("the save that was going on has failed: %s", failure)
 
     def _record_failure(self, error: BaseException, message: str, consequence: bool) -> None:
         try:

@@ -12,8 +12,9 @@ import torch
 from elastic_runner import paths
 from elastic_runner.checkpoint.checkpointer import Checkpointer
 from elastic_runner.checkpoint.manifest import list_checkpoints
+from elastic_runner.checkpoint.marks import mark_suspect, trust
 from elastic_runner.config import CheckpointConfig
-from elastic_runner.errors import AccessDenied, SaveFailed, StorageError, StorageFull
+from elastic_runner.errors import AccessDenied, SaveFailed, StateError, StorageError, StorageFull
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.state import TrainState
 from tests.support.checkpointing import (
@@ -112,7 +113,7 @@ def test_too_many_failures_in_a_row_end_the_run(mode: str, local: CheckpointingP
         run.step()  # a save that succeeds starts the count anew
     assert len(local.not_told) == 2
     run.storage.failing = StorageError("gone again")
-    with pytest.raises(SaveFailed, match="3 saves in a row have failed.*failures_allowed = 2.*gone again"):
+    with pytest.raises(SaveFailed, match=r"3 saves in a row have failed.*failures_allowed = 2.*gone again"):
         for _ in range(4):
             run.step()
             run.place.background.wait(60)
@@ -260,3 +261,53 @@ def test_a_spilled_checkpoint_that_lacks_a_file_is_left(local: CheckpointingPlac
         run.step(is_last=True)
     spill.delete(f"{paths.data_directory(2, 1)}/__0_1.distcp")
     assert restored(local, spill=spill.url).step == 1
+
+
+def test_a_fence_that_cannot_be_looked_at_leaves_no_manifest(local: CheckpointingPlace, format: str) -> None:
+    """What is reported as failed is not there, and the same step can be saved again."""
+    run = Run(local, format)
+    looks: list[str] = ["", "the network is gone"]
+
+    def look() -> None:
+        if looks and (trouble := looks.pop(0)):
+            raise StorageError(trouble)
+
+    local.check_fence = look  # type: ignore[method-assign]
+    with pytest.raises(SaveFailed, match="the network is gone"):
+        run.step(is_last=True)
+    assert run.saved() == []
+    run.checkpointer.save()
+    assert run.saved() == [1] and local.told == [1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "quantized"])
+def test_tensors_that_are_not_dense_are_refused_by_name(local: CheckpointingPlace, format: str, kind: str) -> None:
+    run = Run(local, format)
+    dense = torch.eye(3)
+    made = {
+        "sparse_coo": dense.to_sparse,
+        "sparse_csr": dense.to_sparse_csr,
+        "quantized": lambda: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+    }[kind]()
+    run.state.model.register_buffer("graph", made)
+    with pytest.raises(StateError, match=f"model.graph is a {kind} tensor"):
+        run.step(is_last=True)
+    assert run.saved() == []
+
+
+def test_a_run_that_goes_back_saves_a_step_again(local: CheckpointingPlace, format: str) -> None:
+    run = Run(local, format)
+    run.step()
+    run.step()
+    run.checkpointer.save()
+    (newest,) = (m for m in list_checkpoints(run.storage.inner).manifests if m.step == 2)
+    mark_suspect(run.storage.inner, newest, "the loss went up", attempt=1)
+    assert run.checkpointer.restore() == 1
+    with torch.no_grad():
+        run.state.model.two_rows.weight.zero_()  # type: ignore[union-attr, operator]
+    run.step(is_last=True)
+    (again,) = (m for m in list_checkpoints(run.storage.inner).manifests if m.step == 2)
+    assert again.files != newest.files
+    trust(run.storage.inner, again)
+    assert_same_training(run.state, restored(local))

@@ -194,9 +194,9 @@ def test_look_names_what_is_wrong(local: CheckpointingPlace, format: str) -> Non
     damage(storage_of(local), f"{paths.data_directory(2, 1)}/{data_files(format)[0]}", flip)
     damage(storage_of(local), paths.manifest(1, 1), lambda data: data[:50])
     rows = look(local.run_url, {}, digests=True)
-    assert [(row.step, bool(row.unusable)) for row in rows] == [(None, True), (2, True)]
-    assert "is torn" in rows[0].unusable
-    assert "has other bytes" in rows[1].unusable
+    assert [(row.step, bool(row.unusable)) for row in rows] == [(2, True), (None, True)]
+    assert "has other bytes" in rows[0].unusable
+    assert "is torn" in rows[1].unusable
     assert [row.unusable for row in look(local.run_url, {}, digests=False) if row.step == 2] == [""]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_runner.checkpoint.tools.contents import Contents, bands, open_full, sharded_contents
-from elastic_runner.checkpoint.tools.description import as_json, by_field, describe
-from elastic_runner.checkpoint.tools.difference import ABSENT, Difference, compare
-from elastic_runner.checkpoint.tools.difference import as_json as difference_as_json
 from elastic_runner.checkpoint.frames import frame
 from elastic_runner.checkpoint.full import whole_state
 from elastic_runner.checkpoint.layout import DataFile, Piece, Placed
 from elastic_runner.checkpoint.metadata import make_metadata
+from elastic_runner.checkpoint.tools.contents import Contents, bands, open_full, sharded_contents
+from elastic_runner.checkpoint.tools.description import as_json, by_field, describe
+from elastic_runner.checkpoint.tools.difference import ABSENT, Difference, compare
+from elastic_runner.checkpoint.tools.difference import as_json as difference_as_json
 from elastic_runner.checkpoint.tools.opening import opened
 from elastic_runner.checkpoint.tools.written import raw
 from elastic_runner.errors import Damaged

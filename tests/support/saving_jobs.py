@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -50,9 +51,9 @@ class Ones(Dataset[torch.Tensor]):
 
 
 @contextmanager
-def small_files() -> Iterator[None]:
-    """Several files per rank, however small the state."""
-    with patch.object(layout, "PIECE_BYTES", 256), patch.object(layout, "FILE_BYTES", (400, 800)):
+def small_files(most: int = 800) -> Iterator[None]:
+    """Several files per rank, of ``most`` bytes or one piece, however small the state."""
+    with patch.object(layout, "PIECE_BYTES", 256), patch.object(layout, "FILE_BYTES", (most, most)):
         yield
 
 
@@ -143,36 +144,19 @@ def fail_some(run_dir: str, format: str, failing: dict[int, tuple[int, ...]], al
     return saving.seen, ""
 
 
-def one_slow_rank(run_dir: str, slow: int, when_busy: str) -> list[Any]:
-    """One rank cannot write step 2 until all have finished step 7."""
+def one_slow_rank(run_dir: str, slow: int, every: int, when_busy: str) -> list[Any]:
+    """From step 2 on one rank cannot write, until all have finished step 9."""
 
     def during(saving: Saving, step: int) -> None:
         saving.seen.append(step)
         if saving.worker.rank == slow and step == 1:
             saving.storage.gate.clear()
-        if step == 6:  # the slow rank opens the gate only after step 7, which needs all ranks
+        if step == 8:  # the gate is opened only after step 9, which needs all ranks
             saving.seen.append(saving.saved())
-        if step == 7:
-            saving.storage.gate.set()
-
-    return (
-        Saving(run_dir, checkpoint={"every": 2 if when_busy == "skip" else 8, "when_busy": when_busy}).run(during).seen
-    )
-
-
-def one_slow_rank_alone(run_dir: str, slow: int) -> list[Any]:
-    """As above, with a single save in flight, and nothing skipped."""
-
-    def during(saving: Saving, step: int) -> None:
-        saving.seen.append(step)
-        if saving.worker.rank == slow and step == 1:
-            saving.storage.gate.clear()
         if step == 9:
-            saving.seen.append(saving.saved())
-        if step == 10:
             saving.storage.gate.set()
 
-    return Saving(run_dir, steps=14, checkpoint={"every": 5}).run(during).seen
+    return Saving(run_dir, steps=14, checkpoint={"every": every, "when_busy": when_busy}).run(during).seen
 
 
 def leave_while_saving(run_dir: str, how: str, leaving: int, opens: bool, at: int) -> list[Any]:
@@ -191,18 +175,21 @@ def leave_while_saving(run_dir: str, how: str, leaving: int, opens: bool, at: in
         mine = saving.worker.rank == leaving
         if mine and step == 1:
             saving.storage.gate.clear()
-        if step == at and (mine or how == "break"):
+        if step == at and (mine or how != "raise"):
             assert saving.saved() == []
             stack.enter_context(patch.object(Background, "wait", opened(waiting)))
             stack.enter_context(patch.object(Background, "outcome", opened(outcome)))
             if how == "raise":
                 raise ZeroDivisionError("in the program")
+            if how == "exit":
+                sys.exit()
             return True
         return False
 
     saving = Saving(run_dir, checkpoint={"every": 2, "when_busy": "skip"}, timeouts={"teardown": 60 if opens else 1})
-    with ExitStack() as stack:
-        return saving.run(during).seen
+    with ExitStack() as stack, suppress(SystemExit):
+        saving.run(during)
+    return saving.seen
 
 
 # Restoring.
@@ -232,7 +219,10 @@ class Found:
 
 def save_steps(run_dir: str, strategy: str, format: str, steps: int) -> Dump:
     """Train and save so many steps; the last state."""
-    with small_files(), er.Worker(configured(run_dir, {}, strategy, format)) as worker:
+    config = configured(run_dir, {}, strategy, format)
+    fsdp = replace(config.strategy.fsdp, shard_size=2)  # hsdp: groups of two
+    config = replace(config, strategy=replace(config.strategy, fsdp=fsdp))
+    with small_files(), er.Worker(config) as worker:
         state = build(worker)
         checkpointer = er.Checkpointer(worker.config.checkpoint, state, worker)
         for _ in range(steps):
@@ -254,7 +244,7 @@ def restore(
     """Restore and say how.
 
     ``nodes``: by rank, a letter for its host. ``unshared``: a rank that cannot see its peers' memory. ``flaky``: files
-    whose first byte is wrong when they are read for the first time. ``lists``: by rank, what it sees of step directories.
+    whose first byte is wrong when they are read for the first time. ``lists``: by rank, the step directories it sees.
     """
     rank = int(os.environ["RANK"])
     read: list[str] = []
