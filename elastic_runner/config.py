@@ -185,7 +185,7 @@ class TimeoutConfig:
     on_main: Seconds = 3600
     """What one rank does while the others wait (worker.on_main, worker.local_main_first), such as a download."""
     teardown: Seconds = 60
-    """Leaving the process groups."""
+    """Leaving the process groups; and, when the program ends by an error, what a save that is going on is given."""
     storage: Seconds = 300
     """One storage operation, retries included."""
 

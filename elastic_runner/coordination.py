@@ -37,6 +37,7 @@ class Coordinator:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self._closed = False
 
     def close(self) -> None:
         """Let go of the group.
@@ -45,6 +46,7 @@ class Coordinator:
         interpreter shuts down ends the process by SIGABRT ("terminate called without an active exception").
         """
         self.group = None
+        self._closed = True
 
     @property
     def is_main(self) -> bool:
@@ -73,6 +75,7 @@ class Coordinator:
         What is large and different on each rank goes to one place only, not to all. An error in ``action`` is
         everybody's. Unlabelled: call it where an exchange has just shown that all ranks are at the same place.
         """
+        self._check_open(label)
         if self.group is None:
             return action([value])[0]
         asked: list[Any] | None = [None] * self.world_size if self.is_main else None
@@ -91,9 +94,15 @@ class Coordinator:
         Gathered and added here: an all-reduce of one rank and a labelled exchange of another could not tell each
         other apart.
         """
+        self._check_open(label)
         if self.group is None:
             return values
         return torch.stack(self.gather(label, values)).sum(0)
+
+    def _check_open(self, label: str) -> None:
+        """Without its group a rank of several would agree with itself alone."""
+        if self._closed and self.world_size > 1:
+            raise PeerLost(f"'{label}': this rank has left the group")
 
     def _all_values(self, mine: _Outcome) -> list[Any]:
         outcomes = self._exchange(mine)
@@ -103,6 +112,7 @@ class Coordinator:
         return [outcome.value for outcome in outcomes]
 
     def _exchange(self, mine: _Outcome) -> Sequence[_Outcome]:
+        self._check_open(mine.label)
         if self.group is None:
             return [mine]
         gathered: list[Any] = [None] * self.world_size

@@ -27,6 +27,7 @@ class FaultyStorage:
 
     def __init__(self, inner: Storage, *, fail_at: int | None = None, how: How = "error") -> None:
         self.url = inner.url
+        self.takes_memory = inner.takes_memory
         self.changes: list[str] = []
         """What was done, in order, the failed change last."""
         self._inner = inner

@@ -24,7 +24,7 @@ from elastic_runner.checkpoint.spill import Spill, bring_back
 from elastic_runner.checkpoint.trust import Candidate, candidates
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Place
-from elastic_runner.errors import Damaged, NotFound, NoUsableCheckpoint, SaveFailed, StorageError
+from elastic_runner.errors import Damaged, LoopError, NotFound, NoUsableCheckpoint, SaveFailed, StorageError
 from elastic_runner.storage import Storage, creates_exclusively, open_storage
 
 log = logging.getLogger(__name__)
@@ -99,11 +99,13 @@ class Checkpointer:
             config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout
         )
         self._saver: Saver = (
-            FullSaver(main=self._coordinator.is_main) if config.format == "full" else ShardedSaver(worker.device)
+            FullSaver(main=self._coordinator.is_main)
+            if config.format == "full"
+            else ShardedSaver(worker.device, shared=not self._storage.takes_memory)
         )
         self._unusable: set[str] = set()
-        self._spill = Spill(config.spill) if config.spill is not None else None
-        self._commit = Commit(config, self._storage, self._spill, worker, self._unusable)
+        self._spill = Spill(config.spill, self._storage) if config.spill is not None else None
+        self._commit = Commit(config, self._spill, worker, self._unusable)
         self._in_flight: int | None = None
         self._saved_step: int | None = None
         self._failures = 0
@@ -118,19 +120,21 @@ class Checkpointer:
         """
         last = step.is_last or step.draining
         if step.save_ended:
-            self._settle(step.number)
-        if step.number % self._config.every and not last:
+            self._settle(judge=not last)
+        due = last or step.number % self._config.every == 0
+        if not due or step.number in (self._saved_step, self._in_flight):
             return False
         if self._in_flight is not None and self._config.when_busy == "skip" and not last:
             reason = f"the save of step {self._in_flight} is still going on"
             self._worker.not_saved(step.number, reason, skipped=True)
             return False
-        self._settle(step.number)
+        # The last save is tried whatever became of those before it.
+        self._settle(judge=not last)
         self._begin(metrics or {}, wait=last or self._config.mode == "sync")
         if last:
             self._finish()
         elif self._config.mode == "sync":
-            self._settle(step.number)
+            self._settle()
         return True
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
@@ -138,7 +142,7 @@ class Checkpointer:
 
         Raises SaveFailed, StorageFull or AccessDenied on every rank when any rank fails.
         """
-        self._settle(self._parts.step)
+        self._settle(judge=False)
         self._begin(metrics or {}, wait=True)
         self._finish()
 
@@ -149,13 +153,13 @@ class Checkpointer:
         from then on tried last. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when
         there are checkpoints but each is damaged; AccessDenied or StateError when none could be saved later.
         """
-        self._settle(self._parts.step)
+        self._settle(judge=False)
         with self._worker.phase("load"):
             # What would make the first save fail shall not wait for it.
             self._coordinator.agree("restore: probe", self._probe)
             self._capture("restore: capture")
             if self._spill is not None:
-                bring_back(self._spill, self._storage, self._coordinator)
+                bring_back(self._spill, self._storage, self._coordinator, self._worker.check_fence)
             chosen, rejected = self._coordinator.once("restore: list", self._candidates)
             for said in rejected:
                 self._warn(f"checkpoint not used: {said}")
@@ -184,6 +188,9 @@ class Checkpointer:
         step = self._parts.step
         if step in (self._saved_step, self._in_flight):
             return
+        if self._worker.background.busy and self._in_flight is None:
+            raise LoopError("another Checkpointer of this worker is saving: use one, and give it the whole state")
+        numbers = _numbers(metrics)
         with self._worker.phase("save"):
             # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
             captured, fits = self._capture(f"save of step {step}")
@@ -193,8 +200,12 @@ class Checkpointer:
             self._saver.begin(captured)
             if not wait:
                 self._saver.copy(captured)
-            work = partial(self._commit.run, self._saver, step, dict(metrics))
-            self._worker.background.start(f"save of step {step}", work, partial(self._worker.saved, step))
+            self._worker.background.start(
+                f"save of step {step}",
+                partial(self._commit.run, self._storage, self._saver, step, numbers),
+                done=partial(self._worker.saved, step),
+                after=partial(self._commit.prune, self._storage),
+            )
             self._in_flight = step
             if wait:
                 self._copy_beside_writing(captured)
@@ -218,20 +229,20 @@ class Checkpointer:
         self._failures = 0
         self._saved_step = step
 
-    def _settle(self, now: int) -> None:
-        """``_finish``, but a failure that the budget has room for is only reported."""
+    def _settle(self, *, judge: bool = True) -> None:
+        """``_finish``, but a failure that the budget has room for, or that is not to be judged, is only reported."""
         step = self._in_flight
         try:
             self._finish()
         except (SaveFailed, StorageError) as error:
             self._failures += 1
             allowed = self._config.failures_allowed
-            if self._failures > allowed:
+            if judge and self._failures > allowed:
                 failed = f"{self._failures} saves in a row have failed (checkpoint.failures_allowed = {allowed})"
                 raise type(error)(f"{failed}; the last: {error}") from error
-            self._worker.not_saved(
-                step or now, f"{error} (failure {self._failures} of {allowed} allowed in a row)", skipped=False
-            )
+            within = f" of {allowed} allowed" if self._failures <= allowed else ""
+            reason = f"{error} (failure {self._failures}{within} in a row)"
+            self._worker.not_saved(step or 0, reason, skipped=False)
 
     def _capture(self, label: str) -> tuple[Captured, bool]:
         """This rank's state, and whether the buffers fit it on all ranks; an error in it is everybody's."""
@@ -321,6 +332,17 @@ class Checkpointer:
     def _warn(self, message: str) -> None:
         if self._coordinator.is_main:
             log.warning(message)
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as plain numbers; tensors and numpy scalars of one element are taken. Raises LoopError."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LoopError(f"the metric {name!r} given to a save is not a number: {error}") from error
+    return numbers
 
 
 def checkpoint_storage(

@@ -6,20 +6,23 @@ All of it runs beside training, in a group of its own: nothing here may meet the
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import Manifest, encode
+from elastic_runner.checkpoint.marks import read_marks, trust
 from elastic_runner.checkpoint.pruning import prune
 from elastic_runner.checkpoint.retention import retention_of
 from elastic_runner.checkpoint.saver import Part, Saver
 from elastic_runner.checkpoint.spill import Spill
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import CheckpointError, Fenced, SaveFailed, StorageError
+from elastic_runner.errors import CheckpointError, Fenced, NotFound, SaveFailed, StorageError
 from elastic_runner.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -45,26 +48,21 @@ class CommitPlace(Protocol):
 class Commit:
     """Saves what a saver has copied. ``unusable``: manifests that a restore has found damaged, by path."""
 
-    def __init__(
-        self, config: CheckpointConfig, storage: Storage, spill: Spill | None, place: CommitPlace, unusable: set[str]
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, spill: Spill | None, place: CommitPlace, unusable: set[str]) -> None:
         self._config = config
-        self._storage = storage
         self._spill = spill
         self._place = place
         self._unusable = unusable
-        self._committed: set[int] = set()
+        self._newest: Manifest | None = None
 
-    def run(self, saver: Saver, step: int, metrics: Mapping[str, float]) -> None:
+    def run(self, storage: Storage, saver: Saver, step: int, metrics: Mapping[str, float]) -> None:
         """Write and commit; collective. Raises SaveFailed, or what no later save would cure, alike on every rank."""
         coordinator = self._place.background_coordinator
         with _as_save_failed(step):
             try:
-                if step in self._committed:
-                    coordinator.once(f"save of step {step}: again", lambda: self._withdraw(step))
-                manifest = self._write(saver, self._storage, step, metrics)
-                coordinator.once(f"save of step {step}: commit", lambda: self._commit(manifest))
-                self._committed.add(step)
+                coordinator.once(f"save of step {step}: clear the way", lambda: self._clear_the_way(storage, step))
+                manifest = self._write(saver, storage, step, metrics)
+                coordinator.once(f"save of step {step}: commit", lambda: self._commit(storage, manifest))
             except StorageError as error:
                 if self._spill is not None:
                     self._spill_over(self._spill, saver, step, metrics, error)
@@ -72,10 +70,26 @@ class Commit:
         if self._spill is not None:
             self._spill.clear(step)
 
-    def _withdraw(self, step: int) -> None:
-        """The run went back and comes to a step a second time: its files are about to be written anew."""
+    def prune(self, storage: Storage) -> None:
+        """Clean up after the newest commit; on rank 0, which alone has committed. Not collective."""
+        if self._newest is not None:
+            attempt = self._place.attempt
+            prune(storage, retention_of(self._config), self._newest, attempt, self._unusable)
+
+    def _clear_the_way(self, storage: Storage, step: int) -> None:
+        """A run that went back comes to a step a second time: what a manifest names is not written over."""
+        old = _Committed(step=step, attempt=self._place.attempt)
+        try:
+            storage.size(old.path)
+        except NotFound:
+            return
+        marks = read_marks(storage, old)
+        if marks.pinned or marks.being_read(time.time()):
+            raise SaveFailed(f"{old.path}, saved by this attempt before, is pinned or being read: it is not replaced")
         log.warning("step %d was saved by this attempt before and is saved anew", step)
-        self._storage.delete(paths.manifest(step, self._place.attempt))
+        storage.delete(old.path)
+        trust(storage, old)  # what was said of the old one is not true of the new
+        self._unusable.discard(old.path)
 
     def _write(self, saver: Saver, storage: Storage, step: int, metrics: Mapping[str, float]) -> Manifest:
         coordinator = self._place.background_coordinator
@@ -95,20 +109,20 @@ class Commit:
             non_finite=tuple(sorted({key for part in parts for key in part.non_finite})),
         )
 
-    def _commit(self, manifest: Manifest) -> None:
+    def _commit(self, storage: Storage, manifest: Manifest) -> None:
         self._place.before_commit()
         self._place.check_fence()
-        self._storage.create(manifest.path, encode(manifest))
+        storage.create(manifest.path, encode(manifest))
         try:
             self._place.check_fence()
         except (Fenced, StorageError):
             # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
-            self._storage.delete(manifest.path)
+            storage.delete(manifest.path)
             raise
+        self._newest = manifest
         log.info("saved step %d (%.1f MB)", manifest.step, manifest.size / 1e6)
         if manifest.non_finite:
             log.error("step %d holds NaN or infinity in %s", manifest.step, ", ".join(manifest.non_finite[:8]))
-        prune(self._storage, retention_of(self._config), manifest, self._place.attempt, self._unusable)
 
     def _spill_over(
         self, spill: Spill, saver: Saver, step: int, metrics: Mapping[str, float], error: StorageError
@@ -119,6 +133,18 @@ class Commit:
         spill.clear(step - 1)
         if coordinator.is_main:
             log.warning("step %d was spilled to %s: %s", step, spill.storage.url, error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Committed:
+    """What marks belong to, before its manifest is read."""
+
+    step: int
+    attempt: int
+
+    @property
+    def path(self) -> str:
+        return paths.manifest(self.step, self.attempt)
 
 
 @contextmanager

@@ -24,10 +24,14 @@ from elastic_runner.storage import Storage, Written
 
 
 class ShardedSaver:
-    """Every rank keeps images of its own files; rank 0 adds the plain data and ``.metadata``."""
+    """Every rank keeps images of its own files; rank 0 adds the plain data and ``.metadata``.
 
-    def __init__(self, device: torch.device) -> None:
+    ``shared``: in memory that is also a file, for a storage that uploads from one.
+    """
+
+    def __init__(self, device: torch.device, *, shared: bool) -> None:
         self._device = device
+        self._shared = shared
         self._signature: tuple[Any, ...] | None = None
         self._made_for: tuple[Any, ...] | None = None
         self._held: list[Piece] = []
@@ -46,7 +50,9 @@ class ShardedSaver:
 
     def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
         """Agree on who writes what, and make the images."""
-        self._images, self._made_for = [], None  # first, so that there is never memory for two
+        for image in self._images:  # first, so that there is never memory for two
+            image.close()
+        self._images, self._made_for = [], None
         self._main = coordinator.is_main
 
         def decide(held: list[list[Piece]]) -> list[list[DataFile]]:
@@ -59,7 +65,7 @@ class ShardedSaver:
         self._made_for = self._signature
 
     def _make_images(self, files: list[DataFile]) -> None:
-        self._images = [FileImage(file) for file in files]
+        self._images = [FileImage(file, shared=self._shared) for file in files]
         if self._device.type == "cuda":
             for image in self._images:
                 image.pin()
@@ -86,14 +92,13 @@ class ShardedSaver:
             image.filled(failed=True)
 
     def write(self, storage: Storage, directory: str) -> Part:
-        """This rank's files, each as its data comes; rank 0's small ones first, while it does not yet."""
+        """This rank's files, each as its data comes, and rank 0's small ones beside them."""
         captured = self._captured
-        with ThreadPoolExecutor(1, thread_name_prefix="finite") as pool:
+        with ThreadPoolExecutor(2, thread_name_prefix="save") as pool:
             checked = pool.submit(lambda: non_finite(self._tensors(), captured.trained))
-            files = self._write_small(storage, directory, captured) if self._main else []
-            for image in self._images:
-                files.append(storage.write_bulk(f"{directory}/{image.file.name}", image))
-            return Part(files=tuple(files), non_finite=checked.result())
+            small = pool.submit(lambda: self._write_small(storage, directory, captured) if self._main else [])
+            large = [storage.write_bulk(f"{directory}/{image.file.name}", image) for image in self._images]
+            return Part(files=(*small.result(), *large), non_finite=checked.result())
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for image in self._images:

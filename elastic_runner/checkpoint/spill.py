@@ -6,8 +6,11 @@ It has the layout of a checkpoint URL, with those data files only that its node 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import xxhash
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import Manifest, encode, list_checkpoints
@@ -22,10 +25,10 @@ Held = Mapping[str, tuple[Manifest, frozenset[str]]]
 
 
 class Spill:
-    """The spill directory as one rank sees it."""
+    """The spill directory as one rank sees it: a part of ``directory`` for checkpoints meant for ``target`` only."""
 
-    def __init__(self, directory: str) -> None:
-        self.storage: Storage = LocalStorage(directory)
+    def __init__(self, directory: str, target: Storage) -> None:
+        self.storage: Storage = LocalStorage(Path(directory) / xxhash.xxh3_64_hexdigest(target.url.encode()))
 
     def keep(self, manifest: Manifest) -> None:
         """Add the manifest to what this rank has written here. On every rank."""
@@ -74,8 +77,13 @@ def newest_whole(held: Sequence[Held], committed: int) -> tuple[Manifest, dict[s
     return None
 
 
-def bring_back(spill: Spill, storage: Storage, coordinator: Coordinator) -> Manifest | None:
-    """Upload and commit the newest spilled checkpoint, if it is newer than all that is committed. Collective."""
+def bring_back(
+    spill: Spill, storage: Storage, coordinator: Coordinator, check_fence: Callable[[], None]
+) -> Manifest | None:
+    """Upload and commit the newest spilled checkpoint, if it is newer than all that is committed. Collective.
+
+    Trouble with the storage is only reported: what is committed may still be read.
+    """
     held = coordinator.agree("restore: spilled", spill.held)
     if not any(held):
         return None
@@ -94,8 +102,17 @@ def bring_back(spill: Spill, storage: Storage, coordinator: Coordinator) -> Mani
                 with spill.storage.local_copy(path) as local:
                     storage.put_file(path, local)
 
-    coordinator.agree("restore: upload", upload)
-    coordinator.once("restore: commit", lambda: storage.create(manifest.path, encode(manifest)))
+    def commit() -> None:
+        check_fence()
+        storage.create(manifest.path, encode(manifest))
+
+    try:
+        coordinator.agree("restore: upload", upload)
+        coordinator.once("restore: commit", commit)
+    except StorageError as error:
+        if coordinator.is_main:
+            log.warning("step %d stays spilled in %s: %s", manifest.step, spill.storage.url, error)
+        return None
     if coordinator.is_main:
         log.warning("step %d, spilled to %s when it could not be saved, is committed", manifest.step, spill.storage.url)
     return manifest

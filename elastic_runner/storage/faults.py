@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import math
 import re
 import threading
 import time
@@ -27,6 +28,9 @@ from elastic_runner.errors import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOCAL_TRIES = 5
+"""Of an operation on a local or mounted directory: some seconds, unless a call takes its time to fail."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -230,8 +234,6 @@ def retried(
 ) -> T:
     """``bounded``, tried again with back-off and jitter while the error may pass and time is left."""
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
-    back_off = tenacity.wait_random_exponential(multiplier=0.2, max=10)
-
     tries = itertools.count()
 
     def attempt() -> T:
@@ -239,15 +241,32 @@ def retried(
         deadline.begin_try(deadline.seconds / 3 if next(tries) == 0 else deadline.seconds)
         return bounded(action, what, deadline, secrets, give_up)
 
-    retrying = tenacity.Retrying(
+    return _retrying(deadline)(attempt)
+
+
+def repeated(action: Callable[[], T], what: str, seconds: float) -> T:
+    """``action`` in this thread, tried again a few times while the error may pass and time is left.
+
+    For calls of the operating system, which nobody can give up: one that hangs, hangs.
+    """
+
+    def attempt() -> T:
+        with mapped(what):
+            return action()
+
+    return _retrying(Deadline(seconds), LOCAL_TRIES)(attempt)
+
+
+def _retrying(deadline: Deadline, tries: float = math.inf) -> tenacity.Retrying:
+    back_off = tenacity.wait_random_exponential(multiplier=0.2, max=10)
+    return tenacity.Retrying(
         # What is left after half the back-off must still be enough for another try.
-        stop=lambda _: deadline.left() <= 0.05,
+        stop=lambda state: state.attempt_number >= tries or deadline.left() <= 0.05,
         wait=lambda state: max(0.0, min(back_off(state), deadline.left() / 2)),
         retry=tenacity.retry_if_exception(is_transient),
         before_sleep=lambda state: log.warning("trying again: %s", state.outcome and state.outcome.exception()),
         reraise=True,
     )
-    return retrying(attempt)
 
 
 def is_transient(error: BaseException) -> bool:

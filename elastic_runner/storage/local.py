@@ -3,82 +3,101 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from elastic_runner.errors import AccessDenied, Damaged, NotFound
 from elastic_runner.storage.direct import DirectWriter, open_direct, read_direct
-from elastic_runner.storage.faults import mapped
+from elastic_runner.storage.faults import mapped, repeated
 from elastic_runner.storage.protocol import Bulk, Digest, DigestWriter, WriteAll, Written
 
+T = TypeVar("T")
+
+_TEMPORARY = ".tmp-"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class LocalStorage:
-    """A directory, created when first written to."""
+    """A directory, created when first written to.
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root).expanduser().absolute()
+    It may be a file server's, whose trouble may pass: within ``seconds``, what can be repeated is tried a few times.
+    """
+
+    takes_memory = True
+
+    def __init__(self, root: str | Path, *, seconds: float = 300) -> None:
+        with mapped(f"open {root}"):
+            self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)
+        self._seconds = seconds
 
     def read(self, path: str) -> bytes:
         """The whole file."""
-        target = self._file(path)
-        with mapped(f"read {target}"):
-            return target.read_bytes()
+        return self._repeated("read", path, lambda target: _file(target).read_bytes())
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """A part of the file."""
-        target = self._file(path)
-        with mapped(f"read {target}"), target.open("rb") as file:
-            file.seek(offset)
-            return file.read(length)
+
+        def read(target: Path) -> bytes:
+            with _file(target).open("rb") as file:
+                file.seek(offset)
+                return file.read(length)
+
+        return self._repeated("read", path, read)
 
     def put(self, path: str, data: bytes) -> None:
         """Replace by rename."""
-        target = self._at(path)
-        with mapped(f"write {target}"):
-            with self._temporary(target) as temporary:
+
+        def put(target: Path) -> None:
+            with _temporary(target) as temporary:
                 _write_durably(temporary, data)
                 temporary.replace(target)
             _sync_directory(target.parent)
 
+        self._repeated("write", path, put)
+
     def create(self, path: str, data: bytes) -> None:
         """Create by link, which fails when the target exists and never shows a part of the file."""
-        target = self._at(path)
-        with mapped(f"create {target}"):
-            with self._temporary(target) as temporary:
+        tries = itertools.count()
+
+        def create(target: Path) -> None:
+            again = next(tries) > 0
+            with _temporary(target) as temporary:
                 _write_durably(temporary, data)
                 try:
-                    os.link(temporary, target)
-                except OSError as error:
-                    if error.errno not in _NO_LINKS:
+                    _link(temporary, target, data)
+                except FileExistsError:
+                    # A try before, or the file server's client, may have done it, and the answer was lost.
+                    if not (again or temporary.stat().st_nlink > 1) or target.read_bytes() != data:
                         raise
-                    _create_exclusively(target, data)
             _sync_directory(target.parent)
+
+        self._repeated("create", path, create)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[DigestWriter]:
         """Stream to the file itself: it counts only once a manifest names it."""
         target = self._at(path)
         what = f"write {target}"
-        with mapped(what):
-            _make_directory(target.parent)
-            handle = open_direct(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        handle = self._repeated("write", path, _open_new)
         try:
             stream = DigestWriter(cast(BinaryIO, DirectWriter(handle)), what)
             with stream.honest():
                 yield stream
             with mapped(what):
                 os.fsync(handle)
-        finally:
-            os.close(handle)
+        except BaseException:
+            with suppress(OSError):
+                os.close(handle)
+            raise
         with mapped(what):
+            os.close(handle)
             _sync_directory(target.parent)
 
     def write_bulk(self, path: str, bulk: Bulk) -> Written:
@@ -90,32 +109,21 @@ class LocalStorage:
 
     def put_file(self, path: str, local: Path) -> None:
         """Copied by the kernel, then renamed."""
-        target = self._at(path)
-        with mapped(f"write {target}"):
-            with self._temporary(target) as temporary:
+
+        def put(target: Path) -> None:
+            with _temporary(target) as temporary:
                 shutil.copyfile(local, temporary)
                 _sync_file(temporary)
                 temporary.replace(target)
             _sync_directory(target.parent)
 
+        self._repeated("write", path, put)
+
     def read_into(self, path: str, buffer: memoryview) -> Written:
         """Past the page cache where the file system can."""
-        target = self._file(path)
-        digest = Digest()
-        with mapped(f"read {target}"):
-            handle = open_direct(target, os.O_RDONLY)
-            try:
-                if (size := os.fstat(handle).st_size) == len(buffer):
-                    blocks = read_direct(handle, buffer)
-                    block = next(blocks, None)
-                    while block is not None:
-                        with digest.taking(block):  # while the next one comes in
-                            block = next(blocks, None)
-                    size = digest.size  # the file may have been cut meanwhile
-            finally:
-                os.close(handle)
+        digest, size = self._repeated("read", path, lambda target: _fill(_file(target), buffer))
         if size != len(buffer):
-            raise Damaged(f"{target} has {size} bytes instead of {len(buffer)}")
+            raise Damaged(f"{self._at(path)} has {size} bytes instead of {len(buffer)}")
         return digest.written(path)
 
     @contextmanager
@@ -138,56 +146,106 @@ class LocalStorage:
         return True
 
     def sync(self, path: str) -> None:
-        """File and directory fsync."""
-        target = self._file(path)
-        with mapped(f"sync {target}"):
-            _sync_file(target)
-            _sync_directory(target.parent)
+        """File and directory fsync. What fails is not repeated: of bytes that are lost, the next fsync says nothing."""
+        handles: list[int] = []
+
+        def open_both(target: Path) -> None:
+            handles.append(os.open(_file(target), os.O_RDONLY))
+            handles.append(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY))
+
+        try:
+            self._repeated("sync", path, open_both)
+            with mapped(f"sync {self._at(path)}"):
+                for handle in handles:
+                    os.fsync(handle)
+        finally:
+            for handle in handles:
+                with suppress(OSError):
+                    os.close(handle)
 
     def list(self, path: str) -> list[str]:
         """Names below a directory; our own temporary files are left out."""
-        with mapped(f"list {self._at(path)}"):
+
+        def names(target: Path) -> list[str]:
             try:
-                return sorted(p.name for p in self._at(path).iterdir() if not p.name.startswith(".tmp-"))
+                return sorted(each.name for each in target.iterdir() if not each.name.startswith(_TEMPORARY))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+        return self._repeated("list", path, names)
+
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        target = self._file(path)
-        with mapped(f"stat {target}"):
-            return target.stat().st_size
+        return self._repeated("stat", path, lambda target: _file(target).stat().st_size)
 
     def delete(self, path: str) -> None:
         """Delete a file or tree."""
-        target = self._at(path)
-        with mapped(f"delete {target}"):
-            # Another pruner may be at the same tree: start over until it is gone.
-            while os.path.lexists(target):
-                with suppress(FileNotFoundError):
-                    if target.is_dir() and not target.is_symlink():
-                        shutil.rmtree(target)
-                    else:
-                        target.unlink()
+        self._repeated("delete", path, _delete)
 
     def _at(self, path: str) -> Path:
         return self.root / path if path else self.root
 
-    def _file(self, path: str) -> Path:
+    def _repeated(self, verb: str, path: str, action: Callable[[Path], T]) -> T:
         target = self._at(path)
-        if target.is_dir():
-            raise NotFound(f"{target} is a directory")
-        return target
+        return repeated(lambda: action(target), f"{verb} {target}", self._seconds)
 
-    @contextmanager
-    def _temporary(self, target: Path) -> Iterator[Path]:
-        _make_directory(target.parent)
-        temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
-        try:
-            yield temporary
-        finally:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
+
+def _file(target: Path) -> Path:
+    if target.is_dir():
+        raise NotFound(f"{target} is a directory")
+    return target
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    _make_directory(target.parent)
+    temporary = target.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        yield temporary
+    finally:
+        with suppress(OSError):  # renamed; or left, and seen by nobody
+            temporary.unlink()
+
+
+def _open_new(target: Path) -> int:
+    _make_directory(target.parent)
+    return open_direct(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+
+def _fill(target: Path, buffer: memoryview) -> tuple[Digest, int]:
+    """Read a file of the buffer's size; the digest, and the size it has."""
+    digest = Digest()
+    handle = open_direct(target, os.O_RDONLY)
+    try:
+        size = os.fstat(handle).st_size
+        if size == len(buffer):
+            blocks = read_direct(handle, buffer)
+            block = next(blocks, None)
+            while block is not None:
+                with digest.taking(block):  # while the next one comes in
+                    block = next(blocks, None)
+            size = digest.size  # the file may have been cut meanwhile
+    finally:
+        os.close(handle)
+    return digest, size
+
+
+def _delete(target: Path) -> None:
+    # Another pruner may be at the same tree: start over until it is gone.
+    while _is_there(target):
+        with suppress(FileNotFoundError):
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+
+
+def _is_there(target: Path) -> bool:
+    try:
+        target.lstat()  # os.path.lexists says no to whatever goes wrong
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _make_directory(directory: Path) -> None:
@@ -209,12 +267,26 @@ def _write_durably(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def _link(temporary: Path, target: Path, data: bytes) -> None:
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _create_exclusively(target, data)
+
+
 def _create_exclusively(target: Path, data: bytes) -> None:
     """For file systems without hard links (FUSE mounts of buckets): a reader may see a part of the file."""
     with target.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            with suppress(OSError):
+                target.unlink()
+            raise
 
 
 def _sync_file(file: Path) -> None:

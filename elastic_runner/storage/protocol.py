@@ -49,10 +49,16 @@ class Bulk(Protocol):
 
 
 class Storage(Protocol):
-    """Every operation raises StorageError or one of its kinds, within the storage's deadline."""
+    """Every operation raises StorageError or one of its kinds, within the storage's deadline.
+
+    On a local or mounted directory only tries are counted against it: a call of the operating system cannot be given
+    up, and one that hangs, as on a dead file server, holds its caller until the phase's deadline ends the process.
+    """
 
     url: str
     """For people: without credentials."""
+    takes_memory: bool
+    """Whether ``write_bulk`` writes blocks of memory; else it needs the bulk's path."""
 
     def read(self, path: str) -> bytes:
         """The whole file. Raises NotFound."""

@@ -10,7 +10,6 @@ at once (the server is away) stays in progress, so it is aborted later.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import tempfile
 import threading
@@ -32,10 +31,9 @@ from elastic_runner.config import nested_options
 from elastic_runner.errors import AlreadyExists, ConfigError, Damaged, NotFound, StorageError
 from elastic_runner.storage.calls import Call, Progress, fill
 from elastic_runner.storage.faults import Deadline, hide, mapped, retried
+from elastic_runner.storage.leftovers import Leftovers
 from elastic_runner.storage.local import LocalStorage
 from elastic_runner.storage.protocol import Bulk, Digest, DigestWriter, Storage, WriteAll, Written
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -67,7 +65,7 @@ def open_storage(url: str, options: dict[str, str] | None = None, seconds: float
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"cannot open storage {hide(url)!r}: {error}") from error
     if isinstance(filesystem, LocalFileSystem):
-        return LocalStorage(root)
+        return LocalStorage(root, seconds=seconds)
     secrets = [value for name, value in (options or {}).items() if _SECRET.search(name) and len(value) > 3]
     return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets)
 
@@ -98,14 +96,16 @@ def creates_exclusively(storage: Storage, path: str) -> bool:
 class FsspecStorage:
     """Objects below ``root`` of an fsspec filesystem."""
 
+    takes_memory = False
+
     def __init__(self, filesystem: Any, root: str, *, url: str, seconds: float, secrets: Sequence[str] = ()) -> None:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._seconds = seconds
         self._secrets = tuple(secrets)
         self._is_s3 = isinstance(filesystem, AsyncFileSystem) and "s3" in filesystem.protocol
-        self._abandoned: set[str] = set()
         self.url = url if url.endswith("://") else url.rstrip("/")
+        self._leftovers = Leftovers(filesystem, self.url, self._secrets)
 
     def read(self, path: str) -> bytes:
         """The whole object."""
@@ -296,39 +296,30 @@ class FsspecStorage:
         in_parts = self._is_s3 and size >= 2 * PART  # s3fs's own limit
 
         def attempt(call: Call, at: str) -> None:
-            self._abort_abandoned(call)
+            self._leftovers.clear(call)
             try:
                 send(call, at, Progress(deadline))
             except BaseException:
                 if in_parts:
-                    self._abandoned.add(at)
+                    self._leftovers.add(at)
                 raise
 
         try:
             self._retried(verb, path, attempt, deadline)
         finally:
-            if in_parts:  # succeeded or not: where the answer to its beginning was lost, s3fs has begun another one
-                self._abandoned.add(self._at(path))
+            if in_parts:
                 self._clean_up(path)
 
     def _clean_up(self, path: str) -> None:
-        # Not for long: where the server is away, the next upload sees to it.
-        soon = Deadline(min(self._seconds / 3, 10))
-        with contextlib.suppress(StorageError):
-            self._retried("abort uploads of", path, lambda call, _: self._abort_abandoned(call), soon)
-        for at in sorted(self._abandoned):
-            log.warning("an unfinished upload of %s may be on the store; the next upload looks again", at)
+        """Not for long: where the server is away, the next upload sees to what a failed one has left."""
 
-    def _abort_abandoned(self, call: Call) -> None:
-        """Take parts of failed uploads away. Never fails: some may upload and not list what is in progress."""
-        for at in list(self._abandoned):
-            bucket, key, _ = self._fs.split_path(at)
-            with contextlib.suppress(Exception):
-                answer = call("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
-                for each in answer.get("Uploads", []):
-                    if each["Key"] == key:
-                        call("abort_mpu", bucket, key, each["UploadId"])
-                self._abandoned.discard(at)
+        def look(call: Call, at: str) -> None:
+            # Also after a success: where the answer to its beginning was lost, s3fs has begun another one.
+            self._leftovers.abort(call, at)
+            self._leftovers.clear(call)
+
+        with contextlib.suppress(StorageError):
+            self._retried("abort uploads of", path, look, Deadline(min(self._seconds / 3, 10)))
 
     def _retried(self, verb: str, path: str, action: Callable[[Call, str], T], deadline: Deadline | None = None) -> T:
         calls: list[Call] = []

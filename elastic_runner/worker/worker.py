@@ -25,7 +25,7 @@ from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.environment import Environment, read_environment
-from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted
+from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, SaveFailed
 from elastic_runner.observability.logs import ensure_logging
 from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
@@ -159,6 +159,7 @@ class Worker:
         try:
             with self._watch.phase("teardown"):
                 interrupted = self._finish()
+                self.background.rest()
                 self._leave_groups()
         except BaseException as failure:
             self._fail(failure)
@@ -339,9 +340,11 @@ class Worker:
         if isinstance(error, SystemExit) and not error.code:
             step = self._state.step if self._state else 0
             report.in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {step}"))
-            self._let_save_end()
+            unsaved = self._let_save_end()
             self._leave_groups()
             self._close()
+            if unsaved is not None:
+                raise unsaved
             return
         message = f"rank {self.rank}: {type(error).__name__}: {error}"[:500]
         consequence = report.is_consequence(error)
@@ -355,17 +358,23 @@ class Worker:
             self._tell(error)  # now: what the program does on its way out may wait for peers
         if hasattr(self, "record"):
             report.in_time(lambda: self._record_failure(error, message, consequence))
-        self._let_save_end()
+        # Where a peer is gone already, no save can end well.
+        if not consequence and (unsaved := self._let_save_end()) is not None:
+            log.error("%s", unsaved)
         if self.world_size == 1:
             # A program that called us may catch the error and go on.
             self._leave_groups()
             self._watch.close()
             self._notice.restore()
 
-    def _let_save_end(self) -> None:
-        """What is being saved need not be lost with us. Where peers are gone, it ends at once."""
-        if self.background.wait(self.config.timeouts.teardown) and (failure := self.background.outcome()):
-            log.error("the save that was going on has failed: %s", failure)
+    def _let_save_end(self) -> BaseException | None:
+        """What is being saved need not be lost with us; what it failed with."""
+        seconds = self.config.timeouts.teardown
+        if not self.background.wait(seconds):
+            return SaveFailed(f"the save that was going on did not end within {seconds:g} s (timeouts.teardown)")
+        failure = self.background.outcome()
+        self.background.rest(seconds)
+        return failure
 
     def _record_failure(self, error: BaseException, message: str, consequence: bool) -> None:
         try:

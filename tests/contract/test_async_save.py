@@ -14,7 +14,7 @@ from elastic_runner.checkpoint.checkpointer import Checkpointer
 from elastic_runner.checkpoint.manifest import list_checkpoints
 from elastic_runner.checkpoint.marks import mark_suspect, trust
 from elastic_runner.config import CheckpointConfig
-from elastic_runner.errors import AccessDenied, SaveFailed, StateError, StorageError, StorageFull
+from elastic_runner.errors import AccessDenied, LoopError, SaveFailed, StateError, StorageError, StorageFull
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.state import TrainState
 from tests.support.checkpointing import (
@@ -46,6 +46,7 @@ class Run:
         return self.checkpointer.maybe_save(FinishedStep(self.state.step, **said))
 
     def saved(self) -> list[int]:
+        self.place.background.rest()  # until others are pruned
         return sorted(manifest.step for manifest in list_checkpoints(self.storage.inner).manifests)
 
 
@@ -65,7 +66,7 @@ def test_a_step_does_not_wait_for_the_storage(local: CheckpointingPlace, format:
     kept = make_state()
     train(kept, 2)
     assert not run.step()  # training goes on, and changes the state that is being saved
-    assert run.saved() == []
+    assert list_checkpoints(run.storage.inner).manifests == ()
     run.storage.gate.set()
     assert run.place.background.wait(60)
     assert run.saved() == [2]
@@ -80,7 +81,7 @@ def test_nothing_older_goes_before_the_new_one_is_there(local: CheckpointingPlac
     run.storage.gate.clear()
     run.step()
     assert run.storage.reached.wait(60)
-    assert run.saved() == [1] and local.told == [1]
+    assert [m.step for m in list_checkpoints(run.storage.inner).manifests] == [1] and local.told == [1]
     run.storage.gate.set()
     run.step(is_last=True)
     assert run.saved() == [3] and local.told == [1, 2, 3]
@@ -237,8 +238,9 @@ def test_what_the_storage_does_not_take_is_spilled_and_uploaded_at_the_next_star
 
 
 def test_a_save_that_succeeds_makes_the_spilled_one_needless(local: CheckpointingPlace, tmp_path: Path) -> None:
-    spill = LocalStorage(tmp_path / "spill")
-    run = Run(local, spill=spill.url)
+    run = Run(local, spill=str(tmp_path / "spill"))
+    assert run.checkpointer._spill is not None
+    spill = run.checkpointer._spill.storage
     run.storage.failing = StorageError("the network is gone")
     run.step()
     assert run.place.background.wait(60)
@@ -252,8 +254,9 @@ def test_a_save_that_succeeds_makes_the_spilled_one_needless(local: Checkpointin
 
 
 def test_a_spilled_checkpoint_that_lacks_a_file_is_left(local: CheckpointingPlace, tmp_path: Path) -> None:
-    spill = LocalStorage(tmp_path / "spill")
-    run = Run(local, spill=spill.url)
+    run = Run(local, spill=str(tmp_path / "spill"))
+    assert run.checkpointer._spill is not None
+    spill = run.checkpointer._spill.storage
     run.step()
     run.checkpointer.save()
     run.storage.failing = StorageError("the network is gone")
@@ -311,3 +314,60 @@ def test_a_run_that_goes_back_saves_a_step_again(local: CheckpointingPlace, form
     assert again.files != newest.files
     trust(run.storage.inner, again)
     assert_same_training(run.state, restored(local))
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5]), "0.5"])
+def test_metrics_are_numbers_of_any_kind(value: Any, local: CheckpointingPlace) -> None:
+    run = Run(local)
+    train(run.state)
+    run.checkpointer.save({"loss": value})
+    (manifest,) = list_checkpoints(run.storage.inner).manifests
+    assert manifest.metrics == {"loss": 0.5}
+
+
+def test_a_metric_that_is_no_number_is_named_at_once(local: CheckpointingPlace) -> None:
+    run = Run(local)
+    train(run.state)
+    with pytest.raises(LoopError, match="'confusion' given to a save is not a number"):
+        run.checkpointer.save({"confusion": torch.zeros(2, 2)})  # type: ignore[dict-item]
+    run.checkpointer.save()
+
+
+def test_two_checkpointers_that_save_at_once_are_refused(local: CheckpointingPlace) -> None:
+    run = Run(local)
+    run.storage.gate.clear()
+    run.step()
+    other = Checkpointer(CheckpointConfig(), run.state, local)
+    with pytest.raises(LoopError, match="another Checkpointer of this worker is saving"):
+        other.save()
+    run.storage.gate.set()
+    run.checkpointer.save()
+    assert run.saved() == [1]
+
+
+def test_a_spill_directory_is_no_way_from_one_run_to_another(tmp_path: Path) -> None:
+    spilled = str(tmp_path / "spill")
+    run = Run(CheckpointingPlace(str(tmp_path / "a")), spill=spilled)
+    run.storage.failing = StorageError("the network is gone")
+    with pytest.raises(SaveFailed):
+        run.step(is_last=True)
+    other = CheckpointingPlace(str(tmp_path / "b"))
+    assert restored(other, spill=spilled).step == 0
+    assert restored(run.place, spill=spilled).step == 1
+
+
+def test_what_was_spilled_does_not_stand_in_the_way_of_what_is_committed(
+    local: CheckpointingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(local, spill=str(tmp_path / "spill"))
+    run.step()
+    run.checkpointer.save()
+    run.storage.failing = StorageError("the network is gone")
+    with pytest.raises(SaveFailed):
+        run.step(is_last=True)
+
+    def full(self: LocalStorage, path: str, file: Path) -> None:
+        raise StorageFull("no space left")
+
+    monkeypatch.setattr(LocalStorage, "put_file", full)
+    assert restored(local, spill=str(tmp_path / "spill")).step == 1

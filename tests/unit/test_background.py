@@ -66,7 +66,7 @@ def test_one_at_a_time(background: Background) -> None:
     work = Work()
     background.start("save of step 1", work)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="save of step 1 is still going on"):
+        with pytest.raises(RuntimeError, match="must be taken first"):
             background.start("save of step 2", lambda: None)
         work.go.set()  # and its outcome must be taken, too
         assert background.wait(60)
@@ -119,8 +119,8 @@ def test_whoever_takes_a_good_outcome_has_it_reported_once(background: Backgroun
     def fail() -> None:
         raise OSError("disk")
 
-    background.start("bad", fail, lambda: told.append("bad"))
+    background.start("bad", fail, done=lambda: told.append("bad"))
     assert background.outcome() is not None
-    background.start("good", lambda: None, lambda: told.append("good"))
+    background.start("good", lambda: None, done=lambda: told.append("good"))
     assert background.wait(60) and told == []
     assert (background.outcome(), background.outcome(), told) == (None, None, ["good"])

@@ -158,3 +158,19 @@ def test_a_peer_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         run_ranks(peer_sleeps, 2, tmp_path / "gone", timeout=60)
     assert caught.value.errors == {0: "died with exit code 0", 1: "died with exit code 0"}
+
+
+def test_a_rank_that_has_left_agrees_with_nobody() -> None:
+    """Not with itself alone, as if it were the world: its manifest would name its own files only."""
+    coordinator = Coordinator()
+    coordinator.world_size = 2
+    coordinator.close()
+    for exchange in (
+        lambda: coordinator.gather("x", 1),
+        lambda: coordinator.agree("x", lambda: 1),
+        lambda: coordinator.once("x", lambda: 1),
+        lambda: coordinator.decide("x", 1, lambda values: values),
+        lambda: coordinator.sum("x", torch.zeros(1)),
+    ):
+        with pytest.raises(PeerLost, match="'x': this rank has left the group"):
+            exchange()

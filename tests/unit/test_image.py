@@ -37,7 +37,7 @@ def nothing_stays() -> Iterator[None]:
 
 def image(state: dict[str, torch.Tensor]) -> FileImage:
     (file,) = files_of(0, pieces_of(state))
-    return FileImage(file)
+    return FileImage(file, shared=True)
 
 
 STATE = {
