@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from elastic_runner.checkpoint.image import SharedBuffer
+from elastic_runner.checkpoint.image import PrivateBuffer, SharedBuffer
 from elastic_runner.coordination import Coordinator
 
 Read = Callable[[str, memoryview], None]
@@ -44,9 +44,7 @@ def schedule(rank: int, needs: Sequence[tuple[str, Mapping[str, int]]]) -> Round
     """Rounds for ``rank``. ``needs``: each rank's node and the sizes of the files it needs, by name. Pure."""
     count = 0
     mine: Rounds | None = None
-    nodes = [node for node, _ in needs]
-    for node in dict.fromkeys(nodes):
-        ranks = tuple(r for r, (n, _) in enumerate(needs) if n == node)
+    for ranks in _sharing(needs):
         names = sorted({name for r in ranks for name in needs[r][1]})
         files = tuple(tuple(names[place :: len(ranks)]) for place in range(len(ranks)))
         count = max(count, len(files[0]))
@@ -54,6 +52,17 @@ def schedule(rank: int, needs: Sequence[tuple[str, Mapping[str, int]]]) -> Round
             mine = Rounds(ranks=ranks, files=files, count=0)
     assert mine is not None
     return Rounds(ranks=mine.ranks, files=mine.files, count=count)
+
+
+def _sharing(needs: Sequence[tuple[str, Mapping[str, int]]]) -> Iterator[tuple[int, ...]]:
+    """The ranks of each node; where no two of them need the same file, as with shards, each by itself."""
+    for node in dict.fromkeys(node for node, _ in needs):
+        ranks = tuple(r for r, (n, _) in enumerate(needs) if n == node)
+        wanted = [name for r in ranks for name in needs[r][1]]
+        if len(wanted) == len(set(wanted)):
+            yield from ((rank,) for rank in ranks)
+        else:
+            yield ranks
 
 
 class Relay:
@@ -64,7 +73,7 @@ class Relay:
         self._read = read
         self._needs = list(needs)
         self._rounds = schedule(coordinator.rank, needs)
-        self._buffers: list[SharedBuffer] = []
+        self._buffers: list[SharedBuffer | PrivateBuffer] = []
         self._sizes = {name: size for _, files in needs for name, size in files.items()}
 
     def run(self, use: Use) -> None:
@@ -116,13 +125,15 @@ class Relay:
             self._rounds = schedule(self._coordinator.rank, alone)
 
     def _make_buffers(self, stack: ExitStack) -> list[str]:
-        """This rank's own; where others find them."""
+        """This rank's own; where others find them, if others are to."""
         files = self._rounds.files[self._rounds.ranks.index(self._coordinator.rank)]
         self._buffers = []
         for sizes in ([self._sizes[name] for name in files[k::BUFFERS]] for k in range(min(BUFFERS, len(files)))):
-            self._buffers.append(SharedBuffer(max(sizes)))
-            stack.callback(self._buffers[-1].close)
-        return [str(buffer.path) for buffer in self._buffers]
+            buffer = PrivateBuffer(max(sizes)) if len(self._rounds.ranks) == 1 else SharedBuffer(max(sizes))
+            self._buffers.append(buffer)
+            if isinstance(buffer, SharedBuffer):
+                stack.callback(buffer.close)
+        return [str(buffer.path) for buffer in self._buffers if isinstance(buffer, SharedBuffer)]
 
 
 def _mapped(path: Path) -> memoryview:

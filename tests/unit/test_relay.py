@@ -26,6 +26,10 @@ def test_each_file_is_read_once_on_each_node_that_needs_it(needs: Needs) -> None
     for node in {node for node, _ in needs}:
         ranks = [rank for rank, (of, _) in enumerate(needs) if of == node]
         wanted = {name for rank in ranks for name in needs[rank][1]}
+        if sum(len(needs[rank][1]) for rank in ranks) == len(wanted):  # nobody needs what another one does
+            assert all(plans[rank].ranks == (rank,) for rank in ranks)
+            assert all(plans[rank].files == (tuple(sorted(needs[rank][1])),) for rank in ranks)
+            continue
         assert all(plans[rank].ranks == tuple(ranks) for rank in ranks)
         assert all(plans[rank].files == plans[ranks[0]].files for rank in ranks), "one plan for all of a node"
         read = [name for files in plans[ranks[0]].files for name in files]
@@ -45,7 +49,7 @@ def test_all_nodes_go_the_same_number_of_rounds(needs: Needs) -> None:
 
 def test_nothing_to_read_takes_no_round() -> None:
     plan = schedule(1, [("A", {}), ("A", {})])
-    assert (plan.ranks, plan.files, plan.count) == ((0, 1), ((), ()), 0)
+    assert (plan.ranks, plan.files, plan.count) == ((1,), ((),), 0)
 
 
 def test_hosts_of_the_same_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
