@@ -1,0 +1,332 @@
+"""The host of an epoch: it keeps the membership, and answers the nodes that are connected to it.
+
+One thread serves all connections; another one gives signs of life on the storage. Nobody polls, and what is sent to a
+node does not grow with the number of nodes. Each round gets a TCPStore of its own for its workers, so that no key of
+an old world is met in a new one, bound by this process, so that nobody else takes its port.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from elastic_runner.errors import StorageError
+from elastic_runner.launch.rendezvous import membership
+from elastic_runner.launch.rendezvous.board import Board
+from elastic_runner.launch.rendezvous.epochs import Epochs, Record
+from elastic_runner.launch.rendezvous.membership import (
+    Action,
+    Alive,
+    Break,
+    Event,
+    Finish,
+    Form,
+    Join,
+    Leave,
+    Membership,
+    Resign,
+    Rules,
+    Tick,
+)
+from elastic_runner.launch.rendezvous.settings import Settings
+from elastic_runner.launch.rendezvous.wire import Lines, Message, encode, listen, quick
+
+log = logging.getLogger(__name__)
+
+_ENDING = 2.0
+"""Seconds for a thread that was told to end; one that waits for the storage does not hear of it."""
+_LEAVING = 5.0
+"""Seconds that the host waits, when the job is done, for the others to go before it goes itself."""
+_MAKING = 20.0
+"""Seconds for a store that is being made when the host ends."""
+_UNSENT = 4 << 20
+"""Bytes waiting for a node that does not read them, at which it counts as gone."""
+_CHUNK = 1 << 16
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A connection."""
+
+    socket: socket.socket
+    node: str | None = None
+    """Who it is, once it has said so."""
+    lines: Lines = field(default_factory=Lines)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class _WorkerStore:
+    """A round's TCPStore. Made in a thread: torch looks names up for its log, for seconds where no name server answers.
+
+    Whoever connects meanwhile waits in the queue of the listening socket.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._port = int(listener.getsockname()[1])
+        self._listener = listener.detach()
+        self._store: dist.TCPStore | None = None
+        self._thread = threading.Thread(target=self._make, name="rendezvous host makes a store", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            self._store = dist.TCPStore(
+                "localhost", self._port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener
+            )
+        except RuntimeError:
+            log.exception("rendezvous: the store for the workers could not be made")
+
+    def close(self) -> None:
+        """A thread that is inside torch when the interpreter ends would abort the process."""
+        self._thread.join(_MAKING)
+        self._store = None
+
+
+class Host:
+    """Hosts one epoch from construction to ``close``. ``listener``: listening already, its port on record."""
+
+    def __init__(
+        self, epochs: Epochs, record: Record, listener: socket.socket, rules: Rules, settings: Settings
+    ) -> None:
+        self.received = self.sent = 0
+        """Messages so far."""
+        self._epochs = epochs
+        self._record = record
+        self._listener = listener
+        self._rules = rules
+        self._settings = settings
+        self._state = Membership()
+        self._board = Board()
+        self._peers: dict[str, _Peer] = {}
+        self._closed: str | None = None
+        self._worker_stores: list[_WorkerStore] = []
+        self._ending: str | None = None
+        self._over = threading.Event()
+        self._empty = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for each in (listener, self._woken):
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        self._threads = [
+            threading.Thread(target=work, name=f"rendezvous host {name}", daemon=True)
+            for name, work in (("serves", self._serve), ("beats", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has resigned or was replaced."""
+        return self._over.is_set()
+
+    def close(self, *, wait: bool = False) -> None:
+        """End the epoch; ``wait``: not before its world has gone, for some seconds."""
+        if wait:
+            self._empty.wait(_LEAVING)
+        self._end("its host has left")
+        for thread in self._threads:
+            thread.join(_ENDING)
+
+    def _end(self, reason: str) -> None:
+        self._ending = self._ending or reason
+        with suppress(OSError):
+            self._waker.send(b"x")
+
+    def _serve(self) -> None:
+        """Thread: all connections."""
+        try:
+            while self._ending is None:
+                self._serve_once()
+        except Exception:  # a host that beats and does not answer would keep all others waiting
+            log.exception("rendezvous: the host of epoch %d failed", self._record.epoch)
+            self._end("its host has failed")
+        self._over.set()
+        self._tell(list(self._peers), {"end": self._ending})
+        for selected in list(self._selector.get_map().values()):
+            selected.fileobj.close()  # type: ignore[union-attr]
+        self._waker.close()
+        self._selector.close()
+        for store in self._worker_stores:
+            store.close()
+
+    def _serve_once(self) -> None:
+        due = membership.next_deadline(self._state, self._rules)
+        arrived: list[tuple[_Peer, Message | str]] = []
+        for key, events in self._selector.select(None if due is None else max(due - time.monotonic(), 0.001)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                self._woken.recv(_CHUNK)
+            elif events & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            else:
+                arrived += [(key.data, each) for each in self._read(key.data)]
+        # What had arrived counts before anybody is called silent: this process may have been held up itself.
+        heard = frozenset(peer.node for peer, _ in arrived if peer.node is not None)
+        self._apply(Alive(nodes=heard) if heard else Tick())
+        for peer, message in arrived:
+            if peer.socket.fileno() < 0:
+                continue
+            if isinstance(message, str):
+                self._drop(peer, message)
+                continue
+            try:
+                self._take(peer, message)
+            except (ValueError, TypeError, KeyError):
+                self._drop(peer, "sent nonsense")
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                quick(connection)
+                self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
+
+    def _read(self, peer: _Peer) -> list[Message | str]:
+        """What has arrived; a text at the end says that nothing more will, and why."""
+        try:
+            data = peer.socket.recv(_CHUNK)
+            return [*peer.lines.feed(data)] if data else ["is gone"]
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            return [f"is gone ({error.strerror})"]
+        except ValueError:
+            return ["sent nonsense"]
+
+    def _drop(self, peer: _Peer, reason: str) -> None:
+        """The connection has ended; ``reason``: what became of its node."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        peer.socket.close()
+        if peer.node is not None and self._peers.get(peer.node) is peer:
+            del self._peers[peer.node]
+            self._board.forget(peer.node)
+            self._apply(Leave(node=peer.node, reason=reason))
+
+    def _take(self, peer: _Peer, message: Message) -> None:
+        self.received += 1
+        if peer.node is None:
+            if message["hello"] != self._record.token:
+                raise ValueError("a stranger")
+            self._welcome(peer, str(message["node"]))
+            return
+        node = peer.node
+        if "alive" in message:
+            self._tell([node], {"alive": len(self._state.waiting)})
+        elif "join" in message:
+            if self._closed is not None:
+                self._tell([node], {"closed": self._closed})
+            self._apply(Join(node=node, rank=message["join"], nodes=int(message["nodes"] or 0)))
+            if node in self._state.waiting and self._state.running:
+                self._tell([node], {"spare": self._state.round})
+        elif "leave" in message:
+            self._apply(Leave(node=node, done=bool(message["leave"])))
+        elif "close" in message:
+            self._closed = str(message["close"])
+            self._tell([other for other in self._peers if other != node], {"closed": self._closed})
+        elif message["round"] == self._state.round:
+            for asker, answer in self._board.take(node, message):
+                self._tell([asker], answer)
+
+    def _welcome(self, peer: _Peer, node: str) -> None:
+        former = self._peers.get(node)
+        peer.node = node
+        self._peers[node] = peer
+        if former is not None:  # it has come back before the end of its old connection was noticed
+            self._drop(former, "")
+        self._tell([node], {"welcome": self._record.epoch})
+
+    def _apply(self, event: Event) -> None:
+        before = self._state
+        self._state, actions = membership.transition(before, event, time.monotonic(), self._rules)
+        for action in actions:
+            self._act(action)
+        if len(self._state.seen) < len(before.seen):
+            for node in before.seen.keys() - self._state.seen.keys():
+                # Whoever was silent learns it by the end of the connection, and comes back.
+                if node in self._peers and not (isinstance(event, Leave) and event.node == node):
+                    self._drop(self._peers[node], "")
+        if self._state.world:
+            self._empty.clear()
+        else:
+            self._empty.set()
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Break):
+            log.info("epoch %d: round %d is over: %s", self._record.epoch, action.round, action.reason)
+            self._tell(action.nodes, {"break": action.round, "reason": action.reason})
+        elif isinstance(action, Form):
+            self._form(action)
+        elif isinstance(action, Finish):
+            self._tell(action.spares, {"finished": True})
+            self._tell(action.stranded, {"closed": "the other nodes have finished"})
+        elif isinstance(action, Resign):
+            log.warning("rendezvous: epoch %d: %s; its host gives way", self._record.epoch, action.reason)
+            self._end(action.reason)
+
+    def _form(self, action: Form) -> None:
+        listener = listen()
+        port = int(listener.getsockname()[1])
+        self._worker_stores = [*self._worker_stores[-1:], _WorkerStore(listener)]
+        self._board = Board()
+        for rank, node in enumerate(action.nodes):
+            place = {"form": action.round, "rank": rank, "nodes": len(action.nodes), "port": port}
+            self._tell([node], place)
+        self._tell(self._state.waiting, {"spare": action.round})
+
+    def _tell(self, nodes: Iterable[str], message: Message) -> None:
+        line = encode(message)
+        for node in nodes:
+            peer = self._peers.get(node)
+            if peer is not None:
+                self.sent += 1
+                peer.unsent += line
+                self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        waited = len(peer.unsent)
+        try:
+            del peer.unsent[: peer.socket.send(peer.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            peer.unsent.clear()  # reading says what has happened
+        if len(peer.unsent) > _UNSENT:
+            peer.socket.shutdown(socket.SHUT_RDWR)
+            peer.unsent.clear()
+        if bool(peer.unsent) or waited:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            if self._selector.get_key(peer.socket).events != wanted:
+                self._selector.modify(peer.socket, wanted, peer)
+
+    def _beat(self) -> None:
+        """Thread: signs of life on the storage, and a look whether another epoch has begun."""
+        me = uuid.uuid4().hex
+        count, trouble = 0, False
+        while not self._over.is_set():
+            count += 1
+            try:
+                self._epochs.set_beat(self._record.epoch, f"{me} {count}")
+                newest, _ = self._epochs.newest()
+                if newest is not None and newest.epoch > self._record.epoch:
+                    self._end(f"epoch {newest.epoch} has begun")
+                trouble = False
+            except StorageError as error:
+                if not trouble:
+                    log.warning("rendezvous: its host cannot give a sign of life: %s", error)
+                trouble = True
+            self._over.wait(self._settings.beat)
+        with suppress(StorageError):
+            self._epochs.end(self._record.epoch, self._ending or "", closed=self._closed)

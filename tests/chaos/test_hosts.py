@@ -1,0 +1,43 @@
+"""Three hosts, one of them cut off: the others go on, and it comes back when it is healed. At default settings."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests.support.agents import LAUNCH, Job
+from tests.support.hosts import Hosts, running_hosts
+
+BOUND = 10.0
+"""Seconds until the others go on; twice that is allowed here, where the machine does other things, too."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "whom"), [("cut", "other"), ("cut", "host"), ("unplug", "other")], ids=["cut", "host cut", "link down"]
+)
+def test_the_others_go_on_and_it_comes_back(fault: Literal["cut", "unplug"], whom: str, tmp_path: Path) -> None:
+    with running_hosts(3) as hosts, Job(tmp_path, "2:3", LAUNCH) as job:
+        agents = {number: job.start(within=hosts.on(number)) for number in (1, 2, 3)}
+        attempt = job.wait_for_world(3)
+        target = job.host() if whom == "host" else job.others()[0]
+        (number,) = [number for number, agent in agents.items() if agent is target]
+        begun = time.time()
+        (hosts.cut if fault == "cut" else hosts.unplug)(number)
+        attempt = job.wait_for_world(2, after=attempt)
+        took = min(record["time"] for record in job.records() if record["attempt"] == attempt) - begun
+        heal(hosts, fault, number)
+        job.wait_for_world(3, after=attempt)
+        job.finish()
+        print(f"{fault} of {whom}: the others went on after {took:.1f} s")
+        assert took < 2 * BOUND
+        last = 0
+        for record in sorted(job.records(), key=lambda record: record["time"]):
+            assert record["attempt"] >= last, "two worlds were at work"
+            last = record["attempt"]
+
+
+def heal(hosts: Hosts, fault: str, number: int) -> None:
+    (hosts.heal if fault == "cut" else hosts.plug)(number)
