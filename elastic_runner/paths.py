@@ -16,6 +16,7 @@ _STEP = re.compile(r"^step-(\d+)$")
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.json$")
 _DATA = re.compile(r"^data-(\d{6})$")
 _MARK = re.compile(r"^(pinned|suspect|reading)-(\d{6})(?:-(\d+)(?:-\w+)?)?\.json$")
+_EPOCH = re.compile(r"^(\d{6})\.json$")
 _END = re.compile(r"^(\d{6})-end\.json$")
 
 
@@ -91,6 +92,11 @@ def data_attempt(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def import_claim(step: int) -> str:
+    """What an import creates, exclusively, while it writes the checkpoint of a step."""
+    return f"{step_directory(step)}/importing.json"
+
+
 def pin(step: int, attempt: int) -> str:
     """Says that a checkpoint is to stay."""
     return f"{step_directory(step)}/pinned-{attempt:06d}.json"
@@ -123,3 +129,24 @@ def mark(name: str) -> MarkName | None:
     if match is None or (match.group(1) == "pinned") != (match.group(3) is None):
         return None
     return MarkName(match.group(1), int(match.group(2)), int(match.group(3) or 0))  # type: ignore[arg-type]
+
+
+def epoch_record(epoch: int) -> str:
+    """The record that a node creates, exclusively, to host an epoch's store; below the rendezvous directory."""
+    return f"{epoch:06d}.json"
+
+
+def epoch_number(name: str) -> int | None:
+    """The epoch that a file name in a rendezvous directory stands for."""
+    match = _EPOCH.match(name)
+    return int(match.group(1)) if match else None
+
+
+def epoch_beat(epoch: int) -> str:
+    """The host's sign of life."""
+    return f"{epoch:06d}.beat"
+
+
+def epoch_end(epoch: int) -> str:
+    """Says that the host has ended the epoch."""
+    return f"{epoch:06d}.end"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from elastic_runner.errors import StorageError
 from elastic_runner.storage import Storage, Written
 from elastic_runner.storage.protocol import Bulk, DigestWriter
 
-How = Literal["error", "death"]
+How = Literal["error", "outage", "death"]
 
 
 class Died(BaseException):
@@ -20,110 +20,126 @@ class Died(BaseException):
 
 class FaultyStorage:
     """Passes everything to ``inner`` and counts what changes it: each put, create, append, sync and delete, and of
-    each streamed file its opening, the middle of its first write, and its closing.
+    each streamed file its opening, the middle of its first write, and its closing. With ``reads``, what only looks
+    counts as well.
 
-    At the ``fail_at``-th change (from 1) it raises StorageError, or Died; after Died every operation raises it.
+    At the ``fail_at``-th operation counted (from 1) it raises StorageError (``error``; ``outage``: from then on every
+    operation does, until ``heal``), or Died, and then every operation does.
     """
 
-    def __init__(self, inner: Storage, *, fail_at: int | None = None, how: How = "error") -> None:
+    def __init__(self, inner: Storage, *, fail_at: int | None = None, how: How = "error", reads: bool = False) -> None:
         self.url = inner.url
         self.takes_memory = inner.takes_memory
         self.changes: list[str] = []
-        """What was done, in order, the failed change last."""
+        """What was counted, in order, the failed operation last."""
         self._inner = inner
         self._fail_at = fail_at
         self._how = how
-        self._dead = False
+        self._reads = reads
+        self._down = False
 
-    def change(self, what: str) -> None:
+    def heal(self) -> None:
+        """The storage is there again, for a process that lives."""
+        if self._how != "death":
+            self._down = False
+
+    def change(self, verb: str, path: str) -> None:
         """Count a change that is about to be made, and fail when it is the one."""
-        self._alive()
-        self.changes.append(what)
-        if len(self.changes) != self._fail_at:
-            return
-        if self._how == "death":
-            self._dead = True
-            raise Died(what)
-        raise StorageError(f"injected at change {self._fail_at}: {what}")
+        self._count(f"{verb} {path}")
 
     def read(self, path: str) -> bytes:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("read", path)
         return self._inner.read(path)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("read", path)
         return self._inner.read_range(path, offset, length)
 
     def put(self, path: str, data: bytes) -> None:
         """Counted."""
-        self.change(f"put {path}")
+        self.change("put", path)
         self._inner.put(path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Counted."""
-        self.change(f"create {path}")
+        self.change("create", path)
         self._inner.create(path, data)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[DigestWriter]:
         """Counted three times."""
-        self.change(f"open {path}")
+        self.change("open", path)
         with self._inner.writer(path) as stream:
             yield _FaultyWriter(stream, self, path)
-            self.change(f"close {path}")
+            self.change("close", path)
 
     def write_bulk(self, path: str, bulk: Bulk) -> Written:
         """Counted three times."""
-        self.change(f"open {path}")
+        self.change("open", path)
         return self._inner.write_bulk(path, _FaultyBulk(bulk, self, path))
 
     def put_file(self, path: str, local: Path) -> None:
         """Counted."""
-        self.change(f"put {path}")
+        self.change("put", path)
         self._inner.put_file(path, local)
 
     def read_into(self, path: str, buffer: memoryview) -> Written:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("read", path)
         return self._inner.read_into(path, buffer)
 
     @contextmanager
     def local_copy(self, path: str) -> Iterator[Path]:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("read", path)
         with self._inner.local_copy(path) as local:
             yield local
 
     def append(self, path: str, data: bytes) -> bool:
         """Counted."""
-        self.change(f"append to {path}")
+        self.change("append to", path)
         return self._inner.append(path, data)
 
     def sync(self, path: str) -> None:
         """Counted."""
-        self.change(f"sync {path}")
+        self.change("sync", path)
         self._inner.sync(path)
 
     def list(self, path: str) -> list[str]:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("list", path)
         return self._inner.list(path)
 
     def size(self, path: str) -> int:
-        """Passed on."""
-        self._alive()
+        """Counted with ``reads``."""
+        self._look("size of", path)
         return self._inner.size(path)
 
     def delete(self, path: str) -> None:
         """Counted."""
-        self.change(f"delete {path}")
+        self.change("delete", path)
         self._inner.delete(path)
 
-    def _alive(self) -> None:
-        if self._dead:
-            raise Died
+    def _look(self, verb: str, path: str) -> None:
+        if self._reads:
+            self._count(f"{verb} {path}")
+        elif self._down:
+            self._fail(f"{verb} {path}")
+
+    def _count(self, what: str) -> None:
+        if not self._down:
+            self.changes.append(what)
+            if len(self.changes) != self._fail_at:
+                return
+            self._down = self._how != "error"
+        self._fail(what)
+
+    def _fail(self, what: str) -> NoReturn:
+        if self._how == "death":
+            raise Died(what)
+        raise StorageError(f"injected at change {self._fail_at}: {what}")
 
 
 class _FaultyBulk:
@@ -143,9 +159,9 @@ class _FaultyBulk:
             half = len(block) // 2 if number == 0 else 0
             yield block[:half]
             if number == 0:
-                self._storage.change(f"write {self._path}")
+                self._storage.change("write", self._path)
             yield block[half:]
-        self._storage.change(f"close {self._path}")
+        self._storage.change("close", self._path)
 
 
 class _FaultyWriter(DigestWriter):
@@ -163,7 +179,7 @@ class _FaultyWriter(DigestWriter):
             self._begun = True
             half = len(view) // 2
             self._stream.write(view[:half])
-            self._storage.change(f"write {self._path}")
+            self._storage.change("write", self._path)
             self._stream.write(view[half:])
             return len(view)
         return self._stream.write(view)

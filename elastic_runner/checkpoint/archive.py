@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_runner.errors import Damaged, NotData
+from elastic_runner.storage.faults import map_error
 
 # What torch's weights-only unpickler says of a global, a call or an object that is not data. Operand 149 opens every
 # pickle of protocol 4 and later, which torch.save never writes.
@@ -21,6 +22,9 @@ _NAMES_CODE = re.compile(
     r"(?=Unsupported (?:global|class)|Trying to (?:load|instantiate|call)|Can only (?:build|create)"
     r"|Unsupported operand 149)"
 )
+
+_OF_MEMORY = re.compile(r"out of memory|[Cc]annot allocate|can't allocate|not enough memory|bad_alloc")
+_ADVICE = re.compile(r" was not an allowed |\. Please |\. This is an internal |\. If you ")
 
 UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 """What unpickling noise can raise."""
@@ -43,10 +47,15 @@ def only_data(where: str) -> Iterator[None]:
         # It says which global, class or function it met; bytes that are no pickle at all it cannot name.
         if _NAMES_CODE.search(str(error)):
             reason = _NAMES_CODE.split(str(error), maxsplit=1)[-1].strip().split("\n")[0]
-            raise NotData(f"{where} holds more than tensors and plain data and was not loaded: {reason}") from error
-        raise Damaged(f"{where} cannot be read: {first_line(error)}") from error
+            reason = _ADVICE.split(reason)[0]
+            raise NotData(f"{where} holds more than tensors and plain data and was not loaded: {reason}") from None
+        raise Damaged(f"{where} cannot be read: it is no torch.save archive") from None
     except UNREADABLE as error:
-        raise Damaged(f"{where} cannot be read: {first_line(error)}") from error
+        if isinstance(error, torch.OutOfMemoryError) or _OF_MEMORY.search(str(error)):
+            raise  # says nothing of the file
+        raise Damaged(f"{where} cannot be read: {_ADVICE.split(first_line(error))[0]}") from error
+    except OSError as error:
+        raise map_error(error, f"read {where}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -13,8 +13,8 @@ from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Captured, Parts, capture
 from elastic_runner.checkpoint.commit import Commit, CommitPlace
 from elastic_runner.checkpoint.full import FullSaver
-from elastic_runner.checkpoint.load import load_into
-from elastic_runner.checkpoint.manifest import Manifest, check_file, list_checkpoints
+from elastic_runner.checkpoint.load import Loader
+from elastic_runner.checkpoint.manifest import Manifest, Rejected, Torn, check_file, list_checkpoints
 from elastic_runner.checkpoint.marks import mark_suspect, reading, reasons
 from elastic_runner.checkpoint.matching import Lenience
 from elastic_runner.checkpoint.saver import Saver
@@ -24,7 +24,7 @@ from elastic_runner.checkpoint.spill import Spill, bring_back
 from elastic_runner.checkpoint.trust import Candidate, candidates
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Place
-from elastic_runner.errors import Damaged, LoopError, NotFound, NoUsableCheckpoint, SaveFailed, StorageError
+from elastic_runner.errors import Damaged, LoopError, NoUsableCheckpoint, SaveFailed, StorageError
 from elastic_runner.storage import Storage, creates_exclusively, open_storage
 
 log = logging.getLogger(__name__)
@@ -150,8 +150,10 @@ class Checkpointer:
         """Restore the newest usable checkpoint and return its step; 0 when there is none and the run starts fresh.
 
         What is found damaged, or has led to the same failure ``checkpoint.demote_after`` times, is marked suspect and
-        from then on tried last. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when
-        there are checkpoints but each is damaged; AccessDenied or StateError when none could be saved later.
+        from then on tried last; what cannot be read is passed over, this time. A manifest that was never written to its
+        end does not count. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when there
+        are checkpoints but each is damaged, StorageError when none can be read; AccessDenied or StateError when none
+        could be saved later.
         """
         self._settle(judge=False)
         with self._worker.phase("load"):
@@ -161,25 +163,25 @@ class Checkpointer:
             if self._spill is not None:
                 bring_back(self._spill, self._storage, self._coordinator, self._worker.check_fence)
             chosen, rejected = self._coordinator.once("restore: list", self._candidates)
-            for said in rejected:
+            refused = {one.reason: one.error for one in rejected}
+            for said in refused:
                 self._warn(f"checkpoint not used: {said}")
+            lenience = Lenience(allow_missing=self._config.allow_missing, allow_extra=self._config.allow_extra)
+            loader = Loader(self._parts, self._coordinator, lenience)
             for candidate in chosen:
                 manifest = candidate.manifest
-                reason = self._try(manifest)
-                if reason is None:
+                error = self._try(manifest, loader)
+                if error is None:
                     doubt = f"; for want of a better one: {candidate.doubt}" if candidate.doubt else ""
                     by = f"{manifest.format}, by {manifest.world_size} ranks{doubt}"
                     self._say(f"restored step {manifest.step} ({by})")
                     self._parts.step = self._saved_step = manifest.step
                     self._worker.restored(manifest.path)
                     return manifest.step
-                rejected.append(f"step {manifest.step}: {reason}")
-                self._warn(f"checkpoint not used: {rejected[-1]}")
-        if rejected:
-            raise NoUsableCheckpoint(
-                f"no checkpoint under {self._storage.url} can be used: {'; '.join(rejected)}. "
-                "Repair one, or remove them all to start from step 0."
-            )
+                said = f"step {manifest.step}: {'' if isinstance(error, Damaged) else 'cannot be read: '}{error}"
+                refused[said] = error
+                self._warn(f"checkpoint not used: {said}")
+        _require_none({said: error for said, error in refused.items() if not isinstance(error, Torn)}, self._storage)
         self._say("no checkpoint yet: starting from step 0")
         return 0
 
@@ -267,8 +269,8 @@ class Checkpointer:
                 self._storage.url,
             )
 
-    def _candidates(self) -> tuple[list[Candidate], list[str]]:
-        """Committed checkpoints in the order in which to try them, and what is not one, in words."""
+    def _candidates(self) -> tuple[list[Candidate], tuple[Rejected, ...]]:
+        """Committed checkpoints in the order in which to try them, and what is not one."""
         listing = list_checkpoints(self._storage)
         blamed = self._worker.blamed()
         words = dict(blamed)
@@ -284,24 +286,29 @@ class Checkpointer:
                 log.warning(
                     "step %d is not used while there is a better one: %s", candidate.manifest.step, candidate.doubt
                 )
-        return chosen, list(listing.rejected)
+        return chosen, listing.rejected
 
-    def _try(self, manifest: Manifest) -> str | None:
-        """Load a checkpoint; the reason when it cannot be used, agreed by all."""
+    def _try(self, manifest: Manifest, loader: Loader) -> Damaged | StorageError | None:
+        """Load a checkpoint; why it cannot be used, agreed by all."""
+        attempt = self._worker.attempt
         with ExitStack() as lease:
             try:
                 self._coordinator.once("restore: lease", lambda: lease.enter_context(reading(self._storage, manifest)))
-            except NotFound:
-                return "it has been deleted meanwhile"
-            reason = self._verify(manifest) or self._load(manifest)
-        if reason is not None:
-            self._unusable.add(manifest.path)
-            attempt = self._worker.attempt
-            self._coordinator.once("restore: mark", lambda: mark_suspect(self._storage, manifest, reason, attempt))
-        return reason
+                self._verify(manifest)
+                self._load(manifest, loader)
+            except Damaged as error:
+                self._unusable.add(manifest.path)
+                reason = str(error)
+                self._coordinator.once("restore: mark", lambda: mark_suspect(self._storage, manifest, reason, attempt))
+                return error
+            except StorageError as error:
+                # Nothing is known against what it holds, so it is not marked: the next start tries it again.
+                self._unusable.add(manifest.path)
+                return error
+        return None
 
-    def _verify(self, manifest: Manifest) -> str | None:
-        """Compare the files' sizes, shared out among the ranks; the first reason found, agreed by all."""
+    def _verify(self, manifest: Manifest) -> None:
+        """Compare the files' sizes, shared out among the ranks. Raises Damaged on all."""
         rank, world = self._coordinator.rank, self._coordinator.world_size
 
         def check() -> str | None:
@@ -310,20 +317,17 @@ class Checkpointer:
                     return reason
             return None
 
-        reasons = self._coordinator.agree("restore: sizes", check)
-        return next((reason for reason in reasons if reason), None)
+        for reason in self._coordinator.agree("restore: sizes", check):
+            if reason:
+                raise Damaged(reason)
 
-    def _load(self, manifest: Manifest) -> str | None:
-        lenience = Lenience(allow_missing=self._config.allow_missing, allow_extra=self._config.allow_extra)
+    def _load(self, manifest: Manifest, loader: Loader) -> None:
         digests = self._config.verify == "digests"
         source = open_source(self._storage, manifest, self._coordinator, node=self._worker.node, digests=digests)
         try:
-            load_into(self._parts, source, self._coordinator, lenience)
-        except Damaged as error:
-            return str(error)
+            loader.load(source)
         finally:
             source.close()
-        return None
 
     def _say(self, message: str) -> None:
         if self._coordinator.is_main:
@@ -343,6 +347,16 @@ def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise LoopError(f"the metric {name!r} given to a save is not a number: {error}") from error
     return numbers
+
+
+def _require_none(refused: Mapping[str, Damaged | StorageError], storage: Storage) -> None:
+    """Raise unless there is nothing that was committed: to start from step 0 would be to lose it."""
+    said = f"no checkpoint under {storage.url} can be used: {'; '.join(refused)}"
+    for error in refused.values():
+        if isinstance(error, StorageError):  # which may pass
+            raise type(error)(said) from error
+    if refused:
+        raise NoUsableCheckpoint(f"{said}. Repair one, or remove them all to start from step 0.")
 
 
 def checkpoint_storage(

@@ -7,8 +7,7 @@ planner like the sharded one, so that resharding and strictness are the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from elastic_runner.checkpoint.archive import only_data
 from elastic_runner.checkpoint.capture import Captured, references, unpack
 from elastic_runner.checkpoint.layout import require_dense
+from elastic_runner.checkpoint.plain import check_tree
 from elastic_runner.checkpoint.saver import Part, non_finite
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import SaveFailed
@@ -122,6 +122,7 @@ class FullFile:
     def __init__(self, local: Path, where: str) -> None:
         with only_data(where):
             self._file: dict[str, Any] = torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+        check_tree(self._file, where)
         self.plain: dict[str, Any] = dict(self._file["plain"])
         """The plain data by key."""
 
@@ -139,10 +140,3 @@ class FullFile:
             properties = TensorProperties(dtype=value.dtype)
             entries[key] = TensorStorageMetadata(properties=properties, size=value.size(), chunks=[chunk])
         return Metadata(state_dict_metadata=entries)
-
-
-@contextmanager
-def open_full(storage: Storage, path: str) -> Iterator[FullFile]:
-    """The full checkpoint at ``path``, as a local file for as long as the context lasts."""
-    with storage.local_copy(path) as local:
-        yield FullFile(local, path)

@@ -20,7 +20,7 @@ from elastic_runner.checkpoint.matching import Lenience, allowed, check_shapes, 
 from elastic_runner.checkpoint.names import aliases, clean_name, parameter_groups
 from elastic_runner.checkpoint.source import Source
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import Mismatch
+from elastic_runner.errors import CheckpointError, Mismatch
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +28,45 @@ OPTIMIZER_STATE = "optimizer.state."
 OPTIMIZER_GROUPS = "optimizer.param_groups"
 
 
-def load_into(parts: Parts, source: Source, coordinator: Coordinator, lenience: Lenience) -> None:
-    """Load all of a checkpoint into ``parts``. Collective. Raises Mismatch, Damaged, NotData; alike on every rank.
+class Loader:
+    """Loads checkpoints into ``parts``, one after the other until one is whole. Collective; errors are all ranks'."""
 
-    After an error that came while reading, model and optimizer may hold a part of it: load another, or end.
-    """
-    metadata, plain = coordinator.once("restore: read metadata", source.head)
-    tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    # Everything that can be refused is refused before the first byte of the model changes.
-    loading = _Loading(parts, tensors, plain, lenience)
-    coordinator.agree("restore: match", loading.prepare)
-    if coordinator.is_main:
-        for setting in loading.overridden():
-            log.warning("the checkpoint's optimizer settings are used: %s", setting)
-    # DCP's planner knows which parts of which chunks a tensor or shard needs; its own loading reads without checking.
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(cast(dict[str, Any], loading.targets), metadata, coordinator.is_main)
-    source.read(planner.create_local_plan().items, metadata, planner)
-    coordinator.agree("restore: apply", loading.apply)
+    def __init__(self, parts: Parts, coordinator: Coordinator, lenience: Lenience) -> None:
+        self._parts = parts
+        self._coordinator = coordinator
+        self._lenience = lenience
+        self._half_read = False
+
+    def load(self, source: Source) -> None:
+        """Load all of a checkpoint. Raises Mismatch, Damaged, NotData, StorageError.
+
+        After an error that came while reading, model and optimizer may hold a part of it: load another, or end. Raises
+        CheckpointError where another would leave that part there.
+        """
+        metadata, plain = self._coordinator.once("restore: read metadata", source.head)
+        tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        # Everything that can be refused is refused before the first byte of the model changes.
+        loading = _Loading(self._parts, tensors, plain, self._lenience)
+        self._coordinator.agree("restore: match", lambda: self._prepare(loading))
+        if self._coordinator.is_main:
+            for setting in loading.overridden():
+                log.warning("the checkpoint's optimizer settings are used: %s", setting)
+        # DCP's planner knows which parts of which chunks a tensor or shard needs; its own loading does not check.
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(cast(dict[str, Any], loading.targets), metadata, self._coordinator.is_main)
+        items = planner.create_local_plan().items
+        self._half_read = True
+        source.read(items, metadata, planner)
+        self._coordinator.agree("restore: apply", loading.apply)
+        self._half_read = False
+
+    def _prepare(self, loading: _Loading) -> None:
+        loading.prepare()
+        if self._half_read and loading.kept:
+            raise CheckpointError(
+                f"{', '.join(loading.kept[:8])} would keep fresh values (checkpoint.allow_missing), but hold values of "
+                "a checkpoint that could not be read to its end; the program must be started anew"
+            )
 
 
 class _Loading:
@@ -59,6 +80,7 @@ class _Loading:
         lenience: Lenience,
     ) -> None:
         self.targets: dict[str, torch.Tensor] = {}
+        self.kept: list[str] = []
         self._parts = parts
         self._saved = saved
         self._plain = plain
@@ -141,6 +163,7 @@ class _Loading:
             self._target(prefix + source, wanted[name])
         for name in matched.ignored:
             self._consumed.update(references(extra_state[name]) if name in extra_state else [prefix + name])
+        self.kept += matched.fresh
         if matched.fresh or matched.ignored:
             log.warning(
                 "partial restore: %d tensors loaded, %d keep fresh values (%s), %d left unread (%s)",
@@ -206,6 +229,8 @@ class _Loading:
                 missing=[OPTIMIZER_GROUPS],
             )
         log.warning("partial restore: the checkpoint holds no optimizer state, which starts fresh")
+        if self._parts.optimizer.state:
+            self.kept.append("optimizer.*")
         self._settings = [None] * len(self._parts.optimizer.param_groups)
 
     def _fields_by_parameter(self) -> dict[str, dict[str, str]]:

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import pydantic
 import torch
 import xxhash
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.marks import Marks, marks_in
-from elastic_runner.errors import Damaged, NotFound
+from elastic_runner.config import STRICT, NotNegative, Positive
+from elastic_runner.errors import Damaged, NotFound, StorageError
 from elastic_runner.storage import Storage, Written
+from elastic_runner.storage.faults import mapped
 from elastic_runner.storage.protocol import digest_of
 
 FORMAT_VERSION = 1
+_CUT = re.compile(r'\s*|"[^"\n]*|[.eE]?[+-]?')
+"""What JSON can have after its last whole token where it is cut."""
+
+
+class Torn(Damaged):
+    """A manifest that was never written to its end, so that its checkpoint was never committed.
+
+    That happens by a kill where a file cannot be made whole at once (no hard links). Nothing else counts as torn.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint is and which bytes make it up."""
 
-    step: int
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    step: NotNegative
     """Optimizer steps that the state has taken."""
-    attempt: int
+    attempt: NotNegative
     """The attempt that wrote it: the fence."""
-    world_size: int
+    world_size: Positive
     """Ranks that wrote it; of interest to people only."""
     format: Literal["sharded", "full"]
     """Layout of the data files."""
@@ -44,7 +59,7 @@ class Manifest:
     """Names of parameters or moments that hold NaN or infinity; empty: the state is healthy."""
 
     def __post_init__(self) -> None:
-        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        finite = {name: float(value) for name, value in self.metrics.items() if math.isfinite(value)}
         object.__setattr__(self, "metrics", finite)
 
     @property
@@ -69,19 +84,42 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         body: dict[str, Any] = json.loads(data)
         digest = body.pop("digest")
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise Damaged(f"{where} is torn: not a complete manifest") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        if _is_cut(data):
+            raise Torn(f"{where} is torn: not a complete manifest, so it was never committed") from None
+        raise Damaged(f"{where} is not a manifest") from None
     if digest != _digest(body):
         raise Damaged(f"{where} was changed after it was written")
     version = body.pop("version", None)
     if version != FORMAT_VERSION:
         raise Damaged(f"{where} has format version {version}, this package reads {FORMAT_VERSION}")
     try:
-        files = tuple(Written(**file) for file in body["files"])
-        # Those of earlier versions say nothing of what is not finite.
-        return Manifest(**{**body, "files": files, "non_finite": tuple(body.get("non_finite", ()))})
-    except (KeyError, TypeError) as error:
-        raise Damaged(f"{where} lacks something that a manifest has: {error}") from None
+        manifest = _PARSED.validate_json(json.dumps(body), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{where} is not as a manifest is: {place}: {first['msg']}") from None
+    own = paths.data_directory(manifest.step, manifest.attempt).rpartition("/")[2]
+    for file in manifest.files:
+        directory, _, name = file.path.partition("/")
+        if directory != own or name in ("", ".", "..") or "/" in name or "\0" in name or file.size < 0:
+            raise Damaged(f"{where} names {file.path!r} ({file.size} bytes), which is no file of its checkpoint")
+    return manifest
+
+
+_PARSED = pydantic.TypeAdapter(Manifest)
+
+
+def _is_cut(data: bytes) -> bool:
+    """Whether it is the beginning of a manifest; a file may have its length before its bytes."""
+    try:
+        text = data.rstrip(b"\0").decode("ascii")
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return not text or (text.startswith("{") and _CUT.fullmatch(text, error.pos) is not None)
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -99,13 +137,29 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A manifest that does not count."""
+
+    path: str
+    """Where it is kept."""
+    error: Damaged | StorageError = field(compare=False)
+    """Torn: it was never committed. Damaged: it was, and is not what was written. StorageError: it cannot be read."""
+    reason: str = field(init=False)
+    """In words."""
+
+    def __post_init__(self) -> None:
+        unread = "" if isinstance(self.error, Damaged) else f"{self.path} cannot be read: "
+        object.__setattr__(self, "reason", f"{unread}{self.error}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Listing:
     """What lies under a checkpoint URL."""
 
     checkpoints: tuple[Checkpoint, ...]
     """Newest first: by step, then by attempt, both read from inside."""
-    rejected: tuple[str, ...]
-    """Manifests that do not count, each with its reason."""
+    rejected: tuple[Rejected, ...]
+    """Manifests that do not count."""
     directories: dict[str, tuple[str, ...]]
     """Names in each step directory, committed or not."""
 
@@ -118,7 +172,7 @@ class Listing:
 def list_checkpoints(storage: Storage) -> Listing:
     """All committed checkpoints. Foreign names are passed over; order is by step, never by name or time."""
     found: list[Checkpoint] = []
-    rejected: list[str] = []
+    rejected: list[Rejected] = []
     directories = {name: tuple(storage.list(name)) for name in storage.list("") if paths.step_number(name) is not None}
     for directory, names in directories.items():
         for name in names:
@@ -130,8 +184,8 @@ def list_checkpoints(storage: Storage) -> Listing:
                 manifest = decode(storage.read(where), where)
                 if manifest.path != where:
                     raise Damaged(f"{where} is the manifest of another checkpoint (step {manifest.step})")
-            except (Damaged, NotFound) as error:
-                rejected.append(str(error))
+            except (Damaged, StorageError) as error:
+                rejected.append(Rejected(path=where, error=error))
             else:
                 found.append(Checkpoint(manifest=manifest, marks=marks_in(directory, names, attempt)))
     found.sort(key=lambda c: (c.manifest.step, c.manifest.attempt), reverse=True)
@@ -146,7 +200,7 @@ def check_file(storage: Storage, manifest: Manifest, file: Written, *, digests: 
         if size != file.size:
             return f"{path} has {size} bytes instead of {file.size}"
         if digests:
-            with storage.local_copy(path) as local:
+            with storage.local_copy(path) as local, mapped(f"read {path}"):
                 if digest_of(local) != file.digest:
                     return f"{path} has other bytes than were written"
     except NotFound:

@@ -92,7 +92,7 @@ def read_marks(storage: Storage, manifest: Committed) -> Marks:
 def pin(storage: Storage, manifest: Committed) -> None:
     """Keep a checkpoint until ``unpin``. Raises NotFound when it was deleted in the meantime."""
     mark = paths.pin(manifest.step, manifest.attempt)
-    storage.put(mark, _note())
+    storage.put(mark, note())
     # Only after the mark is there: whoever deletes looks for marks after the manifest is gone, and puts it back.
     _still_there(storage, manifest, mark)
 
@@ -107,7 +107,7 @@ def mark_suspect(storage: Storage, manifest: Committed, reason: str, attempt: in
     try:
         with suppress(AlreadyExists):
             storage.create(
-                paths.suspicion(manifest.step, manifest.attempt, attempt), _note(reason=reason, attempt=attempt)
+                paths.suspicion(manifest.step, manifest.attempt, attempt), note(reason=reason, attempt=attempt)
             )
     except StorageError as error:
         log.warning("step %d could not be marked suspect: %s", manifest.step, error)
@@ -144,7 +144,7 @@ def reading(storage: Storage, manifest: Committed) -> Iterator[None]:
     lease: str | None = paths.lease(manifest.step, manifest.attempt, time.time(), uuid.uuid4().hex[:12])
     assert lease is not None
     try:
-        storage.put(lease, _note())
+        storage.put(lease, note())
     except StorageError as error:
         log.warning("step %d is read without a lease: %s", manifest.step, error)
         lease = None
@@ -173,6 +173,7 @@ def _remove(storage: Storage, mark: str | None) -> None:
         log.warning("%s could not be removed: %s", mark, error)
 
 
-def _note(**facts: Any) -> bytes:
-    note = {**facts, "who": f"{socket.gethostname()}:{os.getpid()}", "when": time.time()}
-    return json.dumps(note, indent=1).encode()
+def note(**facts: Any) -> bytes:
+    """What a small file says: ``facts``, who wrote it, and when."""
+    said = {**facts, "who": f"{socket.gethostname()}:{os.getpid()}", "when": time.time()}
+    return json.dumps(said, indent=1).encode()

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.manifest import Checkpoint, Listing, Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.catalogue import Catalogue
+from elastic_runner.checkpoint.manifest import Checkpoint, Listing, Manifest, encode
 from elastic_runner.checkpoint.marks import marks_in, read_marks
 from elastic_runner.checkpoint.retention import Retention, decide
 from elastic_runner.errors import StorageError, StorageTimeout
-from elastic_runner.storage import Storage
+from elastic_runner.storage import Storage, abort_old_uploads
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +48,30 @@ class Pruned:
 
 
 def prune(
-    storage: Storage, retention: Retention, newest: Manifest, attempt: int, unusable: Collection[str] = ()
+    storage: Storage,
+    retention: Retention,
+    newest: Manifest,
+    attempt: int,
+    unusable: Collection[str] = (),
+    catalogue: Catalogue | None = None,
 ) -> Pruned:
-    """Clean up after ``newest`` was committed by ``attempt``. Trouble is logged and returned, never raised."""
+    """Clean up after ``newest`` was committed by ``attempt``. Trouble is logged and returned, never raised.
+
+    ``catalogue``: one of ``storage``, kept from one call to the next. The first call with it also looks for uploads
+    that killed processes have left.
+    """
     try:
-        plan = plan_pruning(list_checkpoints(storage), retention, newest, attempt, unusable)
-    except StorageError as error:
-        log.warning("old checkpoints could not be looked for: %s", error)
+        if catalogue is not None and catalogue.is_new:
+            abort_old_uploads(storage)
+        catalogue = catalogue or Catalogue(storage)
+        catalogue.add(newest)
+        plan = plan_pruning(catalogue.list(), retention, newest, attempt, unusable)
+        for path in (*(checkpoint.manifest.path for checkpoint, _ in plan.delete), *plan.sweep, *plan.empty):
+            catalogue.forget(paths.step_number(path.partition("/")[0]) or 0)
+        return carry_out(storage, plan)
+    except Exception as error:  # what is committed stays so
+        log.warning("old checkpoints could not be looked for: %s", error, exc_info=not isinstance(error, StorageError))
         return Pruned(deleted=(), swept=(), kept={}, trouble=(str(error),))
-    return carry_out(storage, plan)
 
 
 def plan_pruning(

@@ -6,7 +6,6 @@ waiting while it plans, and writes at half the speed of the disk.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from elastic_runner.checkpoint.capture import Captured
 from elastic_runner.checkpoint.image import FileImage
 from elastic_runner.checkpoint.layout import DataFile, Piece, data_file, lay_out, pieces_of
 from elastic_runner.checkpoint.metadata import METADATA, make_metadata
+from elastic_runner.checkpoint.plain import plain_file
 from elastic_runner.checkpoint.saver import Part, box, non_finite
 from elastic_runner.coordination import Coordinator
 from elastic_runner.storage import Storage, Written
@@ -108,12 +108,7 @@ class ShardedSaver:
 
     def _write_small(self, storage: Storage, directory: str, captured: Captured) -> list[Written]:
         """The plain data and ``.metadata``, which know where everything will lie."""
-        data, where = bytearray(), {}
-        for key, value in captured.plain.items():
-            archive = io.BytesIO()
-            torch.save(value, archive)
-            where[key] = (data_file(0, 0), len(data), archive.tell())
-            data += archive.getbuffer()
+        data, where = plain_file(captured.plain, data_file(0, 0))
         metadata = pickle.dumps(make_metadata(self._all_files, where))
         return [
             _write_whole(storage, f"{directory}/{data_file(0, 0)}", data),

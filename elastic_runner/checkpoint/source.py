@@ -5,28 +5,34 @@ from __future__ import annotations
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import xxhash
 from torch.distributed.checkpoint import LoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.archive import load_plain, only_data
+from elastic_runner.checkpoint.archive import load_plain
 from elastic_runner.checkpoint.frames import data_in
 from elastic_runner.checkpoint.full import FILE, FullFile
-from elastic_runner.checkpoint.manifest import Manifest, check_file
-from elastic_runner.checkpoint.metadata import METADATA, read_metadata
+from elastic_runner.checkpoint.manifest import Manifest
+from elastic_runner.checkpoint.metadata import METADATA, parse_metadata, plain_in
+from elastic_runner.checkpoint.plain import check_plain
 from elastic_runner.checkpoint.relay import Relay
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import Damaged
 from elastic_runner.storage import Storage, Written
+from elastic_runner.storage.faults import mapped
+from elastic_runner.storage.protocol import digest_of
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -52,38 +58,72 @@ def open_source(storage: Storage, manifest: Manifest, coordinator: Coordinator, 
 
 
 class Checked:
-    """The files of one checkpoint, each compared with the manifest as it is read."""
+    """The files of one checkpoint, each compared with the manifest as it is read: what is used is what was checked."""
 
-    def __init__(self, storage: Storage, manifest: Manifest, *, digests: bool) -> None:
-        self.storage = storage
-        self.directory = paths.data_directory(manifest.step, manifest.attempt)
-        self._manifest = manifest
+    def __init__(self, storage: Storage, manifest: Manifest, *, digests: bool = True) -> None:
+        self._storage = storage
+        self._directory = paths.data_directory(manifest.step, manifest.attempt)
         self._digests = digests
-        step = paths.step_directory(manifest.step)
-        self._files = {f"{step}/{file.path}": file for file in manifest.files}
+        self._files = {file.path.rpartition("/")[2]: file for file in manifest.files}
+
+    def path(self, name: str) -> str:
+        """Where a data file is."""
+        return f"{self._directory}/{name}"
 
     def file(self, name: str) -> Written:
         """The manifest's word on a data file. Raises Damaged when it names none."""
-        path = f"{self.directory}/{name}"
-        if path not in self._files:
-            raise Damaged(f"{path} is asked for by {METADATA} but not named by the manifest")
-        return self._files[path]
+        if name not in self._files:
+            raise Damaged(f"{self.path(name)} is not named by the manifest")
+        return self._files[name]
 
-    def check(self, name: str) -> None:
-        """Raise Damaged when a file is not what was written."""
-        if reason := check_file(self.storage, self._manifest, self.file(name), digests=self._digests):
-            raise Damaged(reason)
+    def sharded_head(self) -> tuple[Metadata, dict[str, Any]]:
+        """What ``.metadata`` says, and the plain data. Raises Damaged, NotData."""
+        metadata = parse_metadata(self.read(METADATA), self.path(METADATA), self._files)
+        plain: dict[str, Any] = {}
+        for name, places in plain_in(metadata).items():
+            data = self.read(name)
+            plain.update({key: load_plain(io.BytesIO(data[place]), f"{name}: {key}") for key, place in places.items()})
+        check_plain(plain, metadata.state_dict_metadata, self.path(METADATA))
+        return metadata, plain
+
+    def read(self, name: str) -> bytes:
+        """A small file. Raises Damaged when it is not what was written."""
+        data = self._right(name, lambda: self._storage.read(self.path(name)), xxhash.xxh3_128_hexdigest)
+        if len(data) != (size := self.file(name).size):
+            raise Damaged(f"{self.path(name)} has {len(data)} bytes instead of {size}")
+        return data
 
     def read_into(self, name: str, buffer: memoryview) -> None:
         """Fill ``buffer`` with a file. Raises Damaged when it is not what was written."""
-        path, expected = f"{self.directory}/{name}", self.file(name)
-        found = self.storage.read_into(path, buffer)
-        if self._digests and found.digest != expected.digest:
+        self._right(name, lambda: self._storage.read_into(self.path(name), buffer), lambda found: found.digest)
+
+    @contextmanager
+    def local_copy(self, name: str) -> Iterator[Path]:
+        """A file as a local one. Raises Damaged when it is not what was written."""
+        with ExitStack() as stack:
+
+            def bring() -> Path:
+                stack.close()  # not room for two
+                return stack.enter_context(self._storage.local_copy(self.path(name)))
+
+            def digest(local: Path) -> str:
+                with mapped(f"read {self.path(name)}"):
+                    return digest_of(local)
+
+            yield self._right(name, bring, digest)
+
+    def _right(self, name: str, bring: Callable[[], T], digest: Callable[[T], str]) -> T:
+        expected = self.file(name).digest
+        found = bring()
+        if self._digests and digest(found) != expected:
             # Bits can flip on the way, too: what is damaged where it lies is the same a second time.
-            again = self.storage.read_into(path, buffer)
-            if again.digest != expected.digest:
-                raise Damaged(f"{path} has other bytes than were written")
-            log.warning("%s came with wrong bytes at first: network, memory or disk are not to be trusted", path)
+            found = bring()
+            if digest(found) != expected:
+                raise Damaged(f"{self.path(name)} has other bytes than were written")
+            log.warning(
+                "%s came with wrong bytes at first: network, memory or disk are not to be trusted", self.path(name)
+            )
+        return found
 
 
 class ShardedSource:
@@ -95,21 +135,8 @@ class ShardedSource:
         self._node = node
 
     def head(self) -> tuple[Metadata, dict[str, Any]]:
-        """``.metadata`` through the allow-list, after its digest."""
-        self._checked.check(METADATA)
-        storage, directory = self._checked.storage, self._checked.directory
-        metadata = read_metadata(storage, directory)
-        plain: dict[str, Any] = {}
-        seen: set[str] = set()
-        for index, info in metadata.storage_data.items():
-            if not isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-                continue
-            if info.relative_path not in seen:
-                self._checked.check(info.relative_path)
-                seen.add(info.relative_path)
-            data = storage.read_range(f"{directory}/{info.relative_path}", info.offset, info.length)
-            plain[index.fqn] = load_plain(io.BytesIO(data), f"{info.relative_path}: {index.fqn}")
-        return metadata, plain
+        """``.metadata``, and what it says is plain data."""
+        return self._checked.sharded_head()
 
     def read(self, items: Sequence[ReadItem], metadata: Metadata, planner: LoadPlanner) -> None:
         """File by file."""
@@ -139,21 +166,26 @@ class _Copy:
         for item in self._by_file.get(name, ()):
             info = self._metadata.storage_data[item.storage_index]
             archive = view[info.offset : info.offset + info.length]
-            where = f"{name}: {item.storage_index.fqn}"
-            with only_data(where):
-                place(self._planner, item, self._tensor(archive, item.storage_index, where))
+            tensor = self._tensor(archive, item.storage_index, f"{name}: {item.storage_index.fqn}")
+            place(self._planner, item, tensor)
 
     def _tensor(self, archive: memoryview, index: MetadataIndex, where: str) -> torch.Tensor:
         entry = self._metadata.state_dict_metadata[index.fqn]
-        if isinstance(entry, TensorStorageMetadata) and index.index is not None and index.index < len(entry.chunks):
-            chunk = entry.chunks[index.index]
-            tensor = data_in(archive, entry.properties.dtype, tuple(chunk.sizes))
-            if tensor is not None and chunk.offsets == index.offset:
+        assert isinstance(entry, TensorStorageMetadata) and index.index is not None, "the planner asks for chunks"
+        sizes, dtype = entry.chunks[index.index].sizes, entry.properties.dtype
+        if sizes.numel() * dtype.itemsize <= len(archive):
+            tensor = data_in(archive, dtype, tuple(sizes))
+            if tensor is not None:
                 return tensor
-        loaded = load_plain(io.BytesIO(archive), where)  # written by another version of torch
-        if not isinstance(loaded, torch.Tensor):
-            raise Damaged(f"{where} is no tensor")
-        return loaded
+        return _expect(load_plain(io.BytesIO(archive), where), sizes, dtype, where)  # by another version of torch
+
+
+def _expect(found: Any, sizes: torch.Size, dtype: torch.dtype, where: str) -> torch.Tensor:
+    if not isinstance(found, torch.Tensor):
+        raise Damaged(f"{where} is no tensor")
+    if found.shape != sizes or found.dtype != dtype or found.layout != torch.strided:
+        raise Damaged(f"{where} holds {list(found.shape)} {found.dtype}, not what its metadata says")
+    return found
 
 
 def place(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
@@ -179,15 +211,15 @@ class FullSource:
     def head(self) -> tuple[Metadata, dict[str, Any]]:
         """Metadata made up from the file, and its plain data."""
         file = self._bring()
-        return file.metadata(), file.plain
+        metadata = file.metadata()
+        check_plain(file.plain, metadata.state_dict_metadata, self._checked.path(FILE))
+        return metadata, file.plain
 
     def _bring(self) -> FullFile:
         if self._file is None:
-            self._checked.check(FILE)
-            path = f"{self._checked.directory}/{FILE}"
-            local = self._open.enter_context(self._checked.storage.local_copy(path))
+            local = self._open.enter_context(self._checked.local_copy(FILE))
             self._local = str(local)
-            self._file = FullFile(local, path)
+            self._file = FullFile(local, self._checked.path(FILE))
         return self._file
 
     def read(self, items: Sequence[ReadItem], metadata: Metadata, planner: LoadPlanner) -> None:
@@ -201,14 +233,19 @@ class FullSource:
             return self._local
 
         brought = self._coordinator.agree("restore: bring the file", bring)
-        self._coordinator.agree("restore: read", lambda: self._copy(brought[leader], items, planner))
+        self._coordinator.agree("restore: read", lambda: self._copy(brought[leader], items, metadata, planner))
 
-    def _copy(self, local: str, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        file = self._file or FullFile(Path(local), FILE)
+    def _copy(self, local: str, items: Sequence[ReadItem], metadata: Metadata, planner: LoadPlanner) -> None:
+        where = self._checked.path(FILE)
+        file = self._file or FullFile(Path(local), where)
         tensors = file.tensors()
-        with only_data(FILE):
-            for item in items:
-                place(planner, item, tensors[item.storage_index.fqn])
+        for item in items:
+            key = item.storage_index.fqn
+            entry = metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            # Another node's copy may, without digests, be another.
+            tensor = _expect(tensors.get(key), entry.size, entry.properties.dtype, f"{where}: {key}")
+            place(planner, item, tensor)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.manifest import Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.manifest import Listing, Manifest, encode, list_checkpoints
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import AlreadyExists, StorageError
 from elastic_runner.storage import LocalStorage, Storage
@@ -77,6 +77,12 @@ def newest_whole(held: Sequence[Held], committed: int) -> tuple[Manifest, dict[s
     return None
 
 
+def _newest_step(listing: Listing) -> int:
+    """Also of what cannot be read: it was committed."""
+    rejected = [committed[0] for r in listing.rejected if (committed := paths.committed(r.path)) is not None]
+    return max([*(m.step for m in listing.manifests), *rejected], default=0)
+
+
 def bring_back(
     spill: Spill, storage: Storage, coordinator: Coordinator, check_fence: Callable[[], None]
 ) -> Manifest | None:
@@ -87,9 +93,7 @@ def bring_back(
     held = coordinator.agree("restore: spilled", spill.held)
     if not any(held):
         return None
-    committed = coordinator.once(
-        "restore: committed", lambda: max((m.step for m in list_checkpoints(storage).manifests), default=0)
-    )
+    committed = coordinator.once("restore: committed", lambda: _newest_step(list_checkpoints(storage)))
     found = newest_whole(held, committed)
     if found is None:
         return None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic.dataclasses
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elastic_runner.cli.contents import diff, export, import_, inspect
+from elastic_runner.cli.tables import print_table
 from elastic_runner.config import STRICT, CheckpointConfig, Hours, NotNegative, Positive
 from elastic_runner.errors import ExitCode
 
@@ -178,11 +178,12 @@ def _prune(arguments: list[str]) -> int:
     fates = _fates(listing, plan, done)
     swept = list(plan.sweep if done is None else done.swept)
     trouble = list(done.trouble) if done else []
+    rejected = [one.reason for one in listing.rejected]
     if wanted.json:
         told = {"dry_run": wanted.dry_run, "checkpoints": fates, "swept": swept, "trouble": trouble}
-        print(json.dumps({**told, "rejected": list(listing.rejected)}))
+        print(json.dumps({**told, "rejected": rejected}))
     else:
-        _print_pruning(fates, swept, [*trouble, *listing.rejected], dry_run=wanted.dry_run)
+        _print_pruning(fates, swept, [*trouble, *rejected], dry_run=wanted.dry_run)
     return ExitCode.FAILED if trouble else ExitCode.FINISHED
 
 
@@ -226,7 +227,7 @@ def _print_pruning(fates: list[dict[str, Any]], swept: list[str], notes: list[st
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, needed: Collection[str] = ()) -> None:
-    """Print ``rows`` without the columns in which nothing is said, unless ``needed``; a line each where piped."""
+    """Print ``rows`` without the columns in which nothing is said, unless ``needed``."""
     shown = [i for i, name in enumerate(columns) if name in needed or any(row[i] for row in rows)]
     numbers = ("step", "attempt", "age", "size", "world")
     table = Table(box=None, pad_edge=False)
@@ -234,10 +235,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, neede
         table.add_column(columns[index], justify="right" if columns[index] in numbers else "left")
     for row in rows:
         table.add_row(*(Text(row[index]) for index in shown))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
+    print_table(table)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elastic_runner.cli.tables import print_table
 from elastic_runner.errors import ElasticRunnerError, ExitCode
 from elastic_runner.observability.progress import byte_bar
 
@@ -298,7 +298,7 @@ def _print_lines(lines: list[TensorLine]) -> None:
         name = line.key.removeprefix("model.")
         table.add_row(*map(Text, (f"  {name}", line.dtype, str(list(line.shape)), _bytes(line.nbytes), place)))
     if lines:
-        _print_table(table)
+        print_table(table)
 
 
 def _print_difference(found: Difference, a: str, b: str, *, most: int) -> None:
@@ -318,7 +318,7 @@ def _print_difference(found: Difference, a: str, b: str, *, most: int) -> None:
             cells = [each.key, f"{each.what}: {each.a}, {each.b}"]
         table.add_row(*map(Text, cells))
     if found.tensors:
-        _print_table(table)
+        print_table(table)
     _print_some([""] * len(found.tensors), most, skip=True)
     _print_some([f"{each.path}: {_say(each.a)} -> {_say(each.b)}" for each in found.plain], most)
     counts = f"{len(found.tensors)} tensors differ, {found.equal} are the same"
@@ -331,13 +331,6 @@ def _print_some(lines: list[str], most: int, *, skip: bool = False) -> None:
         print(line)
     if len(lines) > most:
         print(f"... and {len(lines) - most} more (--all)")
-
-
-def _print_table(table: Table) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000
-    console.print(table)
 
 
 def _total(total: Total) -> str:

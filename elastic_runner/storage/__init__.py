@@ -2,6 +2,14 @@
 
 from elastic_runner.storage.local import LocalStorage
 from elastic_runner.storage.protocol import Storage, Written
-from elastic_runner.storage.remote import FsspecStorage, creates_exclusively, open_storage
+from elastic_runner.storage.remote import FsspecStorage, abort_old_uploads, creates_exclusively, open_storage
 
-__all__ = ["FsspecStorage", "LocalStorage", "Storage", "Written", "creates_exclusively", "open_storage"]
+__all__ = [
+    "FsspecStorage",
+    "LocalStorage",
+    "Storage",
+    "Written",
+    "abort_old_uploads",
+    "creates_exclusively",
+    "open_storage",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from elastic_runner.storage.calls import Call
@@ -34,20 +35,33 @@ class Leftovers:
 
     def abort(self, call: Call, at: str) -> bool:
         """Abort the uploads to ``at`` that are in progress; False when it cannot be told whether there are any."""
+        done = self._abort(call, at, lambda key, upload: upload["Key"] == key)
+        if done:
+            self._left.discard(at)
+        return done
+
+    def abort_older(self, call: Call, directory: str, seconds: float) -> None:
+        """Abort the uploads below ``directory`` that were begun so long ago: by a process that was killed."""
+        before = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        self._abort(call, directory.rstrip("/") + "/", lambda _, upload: upload["Initiated"] < before)
+
+    def _abort(self, call: Call, prefix: str, chosen: Callable[[str, dict[str, Any]], bool]) -> bool:
         if not self._may_look:
             return False
-        bucket, key, _ = self._fs.split_path(at)
+        bucket, key, _ = self._fs.split_path(prefix)
+        more: dict[str, str] | None = {}
         try:
-            answer = call("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
-            for each in answer.get("Uploads", []):
-                if each["Key"] == key:
-                    call("abort_mpu", bucket, key, each["UploadId"])
+            while more is not None:
+                answer = call("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key, **more)
+                for each in answer.get("Uploads", []):
+                    if chosen(key, each):
+                        call("abort_mpu", bucket, each["Key"], each["UploadId"])
+                more = _next_page(answer)
         except Exception as error:
-            trouble = map_error(error, f"look for unfinished uploads to {at}", self._secrets)
+            trouble = map_error(error, f"look for unfinished uploads to {prefix}", self._secrets)
             if not is_transient(trouble):
                 self._give_up(trouble)
             return False
-        self._left.discard(at)
         return True
 
     def _give_up(self, trouble: Exception) -> None:
@@ -59,3 +73,9 @@ class Leftovers:
             self._url,
             trouble,
         )
+
+
+def _next_page(answer: dict[str, Any]) -> dict[str, str] | None:
+    if not answer.get("IsTruncated") or not answer.get("NextKeyMarker"):
+        return None
+    return {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}

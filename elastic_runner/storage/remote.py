@@ -93,6 +93,12 @@ def creates_exclusively(storage: Storage, path: str) -> bool:
     return not isinstance(storage, FsspecStorage) or storage.creates_exclusively(path)
 
 
+def abort_old_uploads(storage: Storage, seconds: float = 24 * 3600) -> None:
+    """Take away what uploads by killed processes have left on S3, begun so long ago. Trouble is logged, not raised."""
+    if isinstance(storage, FsspecStorage):
+        storage.abort_old_uploads(seconds)
+
+
 class FsspecStorage:
     """Objects below ``root`` of an fsspec filesystem."""
 
@@ -309,6 +315,16 @@ class FsspecStorage:
         finally:
             if in_parts:
                 self._clean_up(path)
+
+    def abort_old_uploads(self, seconds: float) -> None:
+        """Those below the root that were begun so long ago."""
+
+        def abort(call: Call, at: str) -> None:
+            self._leftovers.abort_older(call, at, seconds)
+
+        if self._is_s3:
+            with contextlib.suppress(StorageError):
+                self._retried("abort old uploads below", "", abort)
 
     def _clean_up(self, path: str) -> None:
         """Not for long: where the server is away, the next upload sees to what a failed one has left."""

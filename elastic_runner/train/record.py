@@ -1,10 +1,14 @@
-"""The run's record: ledger lines and the summary, written by global rank 0. A failure is written by who had it."""
+"""The run's record: ledger lines and the summary, written by global rank 0. A failure is written by who had it.
+
+Steps do not wait for the storage: what a save has to say is written from the thread that saves.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -34,11 +38,15 @@ class RunRecord(Protocol):
         ...
 
     def saving(self) -> None:
-        """A checkpoint is about to be written: what is on record must not be younger than it."""
+        """A checkpoint is about to be written: what is on record must not be younger than it. Called beside steps."""
+        ...
+
+    def committed(self, step: int) -> None:
+        """A checkpoint is durable. Called beside steps."""
         ...
 
     def saved(self, step: int) -> None:
-        """A checkpoint is durable."""
+        """The steps have learned that a checkpoint is durable."""
         ...
 
     def not_saved(self, *, skipped: bool) -> None:
@@ -73,6 +81,9 @@ class PeerRecord:
     def saving(self) -> None:
         """Nothing."""
 
+    def committed(self, step: int) -> None:
+        """Nothing."""
+
     def saved(self, step: int) -> None:
         """Nothing."""
 
@@ -91,13 +102,16 @@ class PeerRecord:
 
 
 class MainRecord:
-    """Writes the ledger as it goes and the summary at start, save, evaluation and end."""
+    """Writes the ledger as it goes and the summary at start, save, evaluation and end; threads may call it at once."""
 
     def __init__(self, storage: Storage, *, attempt: int, target_step: int, restarts: int) -> None:
         self._storage = storage
         self._attempt = attempt
         self._ledger = LedgerWriter(storage, attempt)
         self._tally: Tally | None = None
+        self._lock = threading.RLock()
+        """Of the summary and the tally; never held while the storage is asked."""
+        self._publishing = threading.Lock()
         # What the run stood at stays true until the attempt has restored.
         self._summary = read_summary(storage) or RunSummary(status="running")
         self._set(status="running", attempt=attempt, target_step=target_step, restarts=restarts, message="")
@@ -106,7 +120,9 @@ class MainRecord:
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
         """Count what led here, then open the ledger of this attempt."""
         records, lost = effective(read_records(self._storage), resumed_at)
-        self._tally = tally(records)
+        counts = tally(records)
+        with self._lock:
+            self._tally = counts
         self._set(step=resumed_at, lost_steps=lost)
         for record in records:
             if record["event"] == "evaluation":
@@ -120,9 +136,10 @@ class MainRecord:
         """Add a line; the summary follows at the next save."""
         record = {"event": "step", **_as_json(record)}
         self._append(record)
-        if self._tally is not None:
-            self._tally.add(record)
-        self._set(step=record["step"], train_loss=record["loss"])
+        with self._lock:
+            if self._tally is not None:
+                self._tally.add(record)
+            self._set(step=record["step"], train_loss=record["loss"])
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line and renew the summary."""
@@ -135,15 +152,19 @@ class MainRecord:
         """Make the ledger durable first: lines beyond a checkpoint are rewound, lines missing below never return."""
         self._ledger.flush()
 
+    def committed(self, step: int) -> None:
+        """Renew the summary."""
+        self._publish_if_possible()
+
     def saved(self, step: int) -> None:
         """Renew the summary."""
         self._publish_if_possible()
 
     def not_saved(self, *, skipped: bool) -> None:
-        """Count it."""
+        """Count it; the summary tells it when it is renewed."""
         name = "saves_skipped" if skipped else "saves_failed"
-        self._set(**{name: getattr(self._summary, name) + 1})
-        self._publish_if_possible()
+        with self._lock:
+            self._set(**{name: getattr(self._summary, name) + 1})
 
     def end(self, status: Status, message: str = "") -> None:
         """Close with ``status``."""
@@ -161,7 +182,8 @@ class MainRecord:
         self._ledger.append({**record, "attempt": self._attempt, "time": round(time.time(), 3)})
 
     def _set(self, **changes: Any) -> None:
-        self._summary = dataclasses.replace(self._summary, **changes)
+        with self._lock:
+            self._summary = dataclasses.replace(self._summary, **changes)
 
     def _publish_if_possible(self) -> None:
         """Trouble with the storage does not stop training: the summary is made anew at the next occasion."""
@@ -171,19 +193,24 @@ class MainRecord:
             log.warning("the summary could not be renewed: %s", error)
 
     def _publish(self) -> None:
-        self._ledger.flush()
-        if (count := self._tally) is not None:
-            self._set(
-                samples_seen=count.samples,
-                samples_repeated=count.repeated,
-                samples_skipped=count.skipped,
-                samples_padded=count.padded,
-                samples_dropped=count.dropped,
-            )
-        stored = read_summary(self._storage)
-        if stored is None or stored.attempt <= self._attempt:  # a newer attempt's word stands
+        with self._publishing:  # else an older summary might be written over a newer one
+            self._ledger.flush()
+            stored = read_summary(self._storage)
+            if stored is None or stored.attempt <= self._attempt:  # a newer attempt's word stands
+                self._storage.put(paths.SUMMARY, encode(self._now()))
+
+    def _now(self) -> RunSummary:
+        with self._lock:
+            if (count := self._tally) is not None:
+                self._set(
+                    samples_seen=count.samples,
+                    samples_repeated=count.repeated,
+                    samples_skipped=count.skipped,
+                    samples_padded=count.padded,
+                    samples_dropped=count.dropped,
+                )
             self._set(updated=time.time())
-            self._storage.put(paths.SUMMARY, encode(self._summary))
+            return self._summary
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

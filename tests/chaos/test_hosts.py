@@ -11,6 +11,8 @@ import pytest
 from tests.support.agents import LAUNCH, Job
 from tests.support.hosts import Hosts, running_hosts
 
+pytestmark = pytest.mark.slow
+
 BOUND = 10.0
 """Seconds until the others go on; twice that is allowed here, where the machine does other things, too."""
 

@@ -65,7 +65,7 @@ def verified(storage: LocalStorage) -> list[Manifest]:
     return list(manifests)
 
 
-@pytest.mark.parametrize("series", range(SERIES))
+@pytest.mark.parametrize("series", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, SERIES))])
 def test_a_kill_at_any_moment_of_saving_leaves_the_newest_committed_step(series: int, tmp_path: Path) -> None:
     """Case c28; each element of the state is the number of its step, as in case c21."""
     rng = random.Random(series)

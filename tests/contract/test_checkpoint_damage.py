@@ -119,15 +119,15 @@ MANIFESTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "torn": (lambda data: data[:100], "is torn"),
     "empty": (lambda data: b"", "is torn"),
     "zero-filled": (lambda data: bytes(len(data)), "is torn"),
-    "not an object": (lambda data: b"[1, 2]", "is torn"),
-    "not text": (lambda data: b"\xff\xfe\x00", "is torn"),
+    "not an object": (lambda data: b"[1, 2]", "is not a manifest"),
+    "not text": (lambda data: b"\xff\xfe\x00", "is not a manifest"),
     "changed": (lambda data: with_step(data, 9), "was changed after it was written"),
     "of another step": (lambda data: resigned(data, step=1), r"is the manifest of another checkpoint (step 1)"),
-    "of another attempt": (lambda data: resigned(data, attempt=4), "is the manifest of another checkpoint"),
+    "of another attempt": (lambda data: resigned(data, attempt=4), "is no file of its checkpoint"),
     "of another version": (lambda data: resigned(data, version=99), "has format version 99, this package reads 1"),
     "without a version": (lambda data: resigned(data, version=None), "has format version None"),
-    "without files": (lambda data: resigned(data, files=None), "lacks something that a manifest has"),
-    "with more": (lambda data: resigned(data, surprise=1), "lacks something that a manifest has"),
+    "without files": (lambda data: resigned(data, files=None), "is not as a manifest is: files: Field required"),
+    "with more": (lambda data: resigned(data, surprise=1), "is not as a manifest is: surprise"),
 }
 
 
@@ -142,23 +142,32 @@ def test_a_manifest_that_is_not_right_is_named_and_the_one_before_is_used(
     listing = list_checkpoints(storage)
     assert [m.step for m in listing.manifests] == [1]
     assert len(listing.rejected) == 1
-    assert paths.manifest(2, 1) in listing.rejected[0]
-    assert reason in listing.rejected[0]
+    assert listing.rejected[0].path == paths.manifest(2, 1)
+    assert paths.manifest(2, 1) in listing.rejected[0].reason
+    assert reason in listing.rejected[0].reason
     after = make_state(seed=1)
     assert checkpointer(after, local, format).restore() == 1
     assert_same_training(kept, after)
 
 
-@pytest.mark.parametrize("kind", ["torn", "changed"])
-def test_only_bad_manifests_are_no_fresh_start(kind: str, local: CheckpointingPlace) -> None:
+def test_only_bad_manifests_are_no_fresh_start(local: CheckpointingPlace) -> None:
     two_checkpoints(local, "full")
     storage = storage_of(local)
-    for step in (1, 2):
-        damage(
-            storage, paths.manifest(step, 1), lambda data: b"{" if kind == "torn" else data.replace(b"full", b"FULL")
-        )
-    with pytest.raises(NoUsableCheckpoint, match=r"step-0000000001.*step-0000000002.*Repair one"):
+    damage(storage, paths.manifest(1, 1), lambda data: b"{")
+    damage(storage, paths.manifest(2, 1), lambda data: data.replace(b"full", b"FULL"))
+    with pytest.raises(NoUsableCheckpoint, match=r"step-0000000002/manifest-000001.json was changed.*Repair one"):
         checkpointer(make_state(), local).restore()
+
+
+def test_only_torn_manifests_are_a_fresh_start(local: CheckpointingPlace, caplog: pytest.LogCaptureFixture) -> None:
+    """A kill in the middle of the commit, where a file cannot be made whole at once: nothing was committed."""
+    two_checkpoints(local, "full")
+    for step, cut in ((1, 0), (2, 100)):
+        damage(storage_of(local), paths.manifest(step, 1), lambda data, cut=cut: data[:cut])  # type: ignore[misc]
+    state, before = make_state(), make_state()
+    assert checkpointer(state, local).restore() == 0
+    assert caplog.text.count("is torn") == 2
+    assert_same_training(before, state)
 
 
 @pytest.mark.parametrize("change", [lambda data: bytes(len(data)), lambda data: b"\x00\x01garbage" + data[9:]])

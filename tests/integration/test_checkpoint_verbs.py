@@ -48,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_ls_says_what_is_worth_knowing_of_each(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["checkpoint", "pin", run_dir, "10"])
     LocalStorage(f"{run_dir}/checkpoints").delete("step-0000000020/data-000001/full.pt")
-    LocalStorage(f"{run_dir}/checkpoints").put("step-0000000030/manifest-000009.json", b"torn")
+    LocalStorage(f"{run_dir}/checkpoints").put("step-0000000030/manifest-000009.json", b"{")
     capsys.readouterr()
     lines = printed(capsys, "ls", run_dir)
     assert lines[0] == "step attempt age size format world verified pinned metrics remarks"
@@ -58,7 +58,7 @@ def test_ls_says_what_is_worth_knowing_of_each(run_dir: str, capsys: pytest.Capt
         "full 1 sizes accuracy 0.03333",
         "full 1 accuracy 0.05 step-0000000020/data-000001/full.pt is missing",
         "full 1 sizes yes accuracy 0.1",
-        "step-0000000030/manifest-000009.json is torn: not a complete manifest",
+        "step-0000000030/manifest-000009.json is torn: not a complete manifest, so it was never committed",
     ]
     rows = told(capsys, "ls", run_dir)
     assert [(row["step"], row["pinned"], bool(row["suspect"]), bool(row["unusable"])) for row in rows] == [

@@ -27,6 +27,7 @@ def test_workers_nodes_and_the_host_are_lost_and_a_node_comes(tmp_path: Path) ->
         assert_quiet(job)
 
 
+@pytest.mark.slow
 def test_of_two_nodes_the_host_is_lost_and_one_comes(tmp_path: Path) -> None:
     with Job(tmp_path, "1:2", LAUNCH) as job:
         job.start(2)
@@ -39,6 +40,7 @@ def test_of_two_nodes_the_host_is_lost_and_one_comes(tmp_path: Path) -> None:
         assert_quiet(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["host", "other"])
 def test_a_frozen_node_is_left_behind_and_comes_back(whom: str, tmp_path: Path) -> None:
     with Job(tmp_path, "1:2", LAUNCH) as job:  # torch's agent would wait 30 s for the other's worker to end
@@ -53,6 +55,7 @@ def test_a_frozen_node_is_left_behind_and_comes_back(whom: str, tmp_path: Path) 
         assert_fenced(job)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_told_to_end_leaves_the_others_at_work(tmp_path: Path) -> None:
     with Job(tmp_path, "1:2") as job:
         job.start(2)

@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.metadata import read_metadata
+from elastic_runner.checkpoint.metadata import METADATA, parse_metadata
 from elastic_runner.storage import LocalStorage
 from tests.support import saving_jobs as jobs
 from tests.support.checkpoint_jobs import Dump
@@ -23,9 +23,14 @@ def checkpoints(run_dir: Path) -> LocalStorage:
     return LocalStorage(run_dir / paths.CHECKPOINTS)
 
 
+def metadata_of(run_dir: Path, step: int) -> Metadata:
+    path = f"{paths.data_directory(step, 1)}/{METADATA}"
+    return parse_metadata(checkpoints(run_dir).read(path), path)
+
+
 def files(run_dir: Path, step: int = 1) -> set[str]:
     """Names of the files in which there is an element of a tensor."""
-    metadata = read_metadata(checkpoints(run_dir), paths.data_directory(step, 1))
+    metadata = metadata_of(run_dir, step)
     chunks = {
         (key, chunk.offsets): chunk.sizes.numel()
         for key, entry in metadata.state_dict_metadata.items()
@@ -64,7 +69,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_each_element_is_written_once(saved: tuple[Path, Dump]) -> None:
     """Whatever several ranks hold alike."""
     run_dir, state = saved
-    metadata = read_metadata(checkpoints(run_dir), paths.data_directory(1, 1))
+    metadata = metadata_of(run_dir, 1)
     for key, (_, shape, _) in state.items():
         entry = metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shape
@@ -146,6 +151,21 @@ def test_what_one_rank_finds_damaged_is_rejected_by_all(finder: int, tmp_path: P
     assert "step 2: " in said and f"{name} has other bytes than were written" in said
     marks = [name for name in checkpoints(tmp_path).list("step-0000000002") if name.startswith("suspect")]
     assert len(marks) == 1
+
+
+@FORMATS
+@pytest.mark.parametrize("finder", [0, 1])
+def test_what_one_rank_cannot_read_is_passed_over_by_all(finder: int, format: str, tmp_path: Path) -> None:
+    run_ranks(jobs.save_steps, 2, str(tmp_path), "ddp", format, 2)
+    name = sorted(files(tmp_path, 2))[finder::2][1] if format == "sharded" else "full.pt"
+    unreadable = f"{paths.data_directory(2, 1)}/{name}"
+    nodes = "AA" if format == "sharded" or finder == 0 else "AB"
+    found = restore(tmp_path, "ddp", 2, format, unreadable=(unreadable,), nodes=nodes)
+    assert [each.step for each in found] == [1, 1] and found[0].state == found[1].state
+    (said,) = [line for line in found[0].said if "checkpoint not used" in line]
+    assert f"step 2: cannot be read: read {unreadable}" in said
+    assert not [name for name in checkpoints(tmp_path).list("step-0000000002") if name.startswith("suspect")]
+    assert [each.step for each in restore(tmp_path, "ddp", 2, format)] == [2, 2]
 
 
 @pytest.mark.parametrize(("strategy", "reader"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])

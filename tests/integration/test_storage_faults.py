@@ -18,7 +18,6 @@ import pytest
 
 from elastic_runner.errors import AccessDenied, AlreadyExists, StorageError, StorageFull, StorageTimeout
 from elastic_runner.storage import LocalStorage, open_storage
-from elastic_runner.storage import remote as remote_module
 from elastic_runner.storage.protocol import digest_of
 from elastic_runner.storage.remote import creates_exclusively
 from tests.support.proxy import ALWAYS, DOWN, UP
@@ -71,7 +70,7 @@ def test_one_hung_connection_is_given_up_and_another_succeeds(
 
 @pytest.mark.parametrize("way", [UP, DOWN])
 def test_a_silent_network_is_a_timeout_that_names_the_operation(way: str, bench: Bench) -> None:
-    seconds = 2.0
+    seconds = 1.2
     storages = {name: bench.storage(seconds) for name in OPERATIONS}
     bench.proxy.stall(way)
 
@@ -88,13 +87,13 @@ def test_a_silent_network_is_a_timeout_that_names_the_operation(way: str, bench:
     for name, (error, took) in found.items():
         assert isinstance(error, StorageTimeout), (name, error)
         assert bench.url in str(error), name
-        assert took < 2 * seconds, name
+        assert took < seconds + 2, name
 
 
 def test_a_write_that_was_given_up_does_not_take_effect_later(bench: Bench) -> None:
     """The request used to go on in the background, and the object appeared after its failure had been reported."""
     bench.direct.put(bench.new, b"old")
-    storage = bench.storage(1.5)
+    storage = bench.storage(1)
     bench.proxy.stall(UP, after=3 * MB)
     with pytest.raises(StorageTimeout):
         write(storage, bench.new, BIG)
@@ -108,7 +107,7 @@ def test_a_write_that_was_given_up_does_not_take_effect_later(bench: Bench) -> N
 @pytest.mark.parametrize("name", WRITES)
 def test_a_failed_write_leaves_neither_object_nor_upload(name: str, bench: Bench) -> None:
     bench.proxy.reset(UP, after=50_000, times=ALWAYS)
-    storage = bench.storage(1.2)
+    storage = bench.storage(0.8)
     start = time.monotonic()
     with pytest.raises(StorageError, match=bench.url):
         OPERATIONS[name][0](storage, bench)
@@ -121,8 +120,8 @@ def test_slow_down_without_end_is_an_error_at_the_deadline(bench: Bench) -> None
     bench.proxy.answer(ALWAYS)
     start = time.monotonic()
     with pytest.raises(StorageError, match="read s3://"):
-        bench.storage(2).read("shared/small")
-    assert 1 < time.monotonic() - start < 4
+        bench.storage(1.2).read("shared/small")
+    assert 0.6 < time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -141,14 +140,14 @@ def test_a_server_that_refuses_damaged_bytes_is_sent_them_again(code: str, bench
 def test_bits_flipped_on_the_way_down_are_seen_by_the_digest(bench: Bench) -> None:
     storage = bench.storage(30)
     written = write(storage, bench.new, BIG)
-    bench.proxy.flip(DOWN, after=3 * MB, times=4)  # s3fs throws away the beginning of one answer
+    bench.proxy.flip(DOWN, after=2 * MB, times=4)  # s3fs throws away the beginning of one answer
     with storage.local_copy(bench.new) as local:
         assert digest_of(local) != written.digest
     assert bench.proxy.fired
     with storage.local_copy(bench.new) as local:
         assert digest_of(local) == written.digest
     buffer = memoryview(bytearray(len(BIG)))
-    bench.proxy.flip(DOWN, after=3 * MB, times=4)  # s3fs throws away the beginning of one answer
+    bench.proxy.flip(DOWN, after=2 * MB, times=4)  # s3fs throws away the beginning of one answer
     assert storage.read_into(bench.new, buffer).digest != written.digest
     assert storage.read_into(bench.new, buffer).digest == written.digest
 
@@ -207,18 +206,17 @@ def test_a_local_file_below_a_file_is_denied(tmp_path: Path) -> None:
         LocalStorage(tmp_path / "file" / "run").put_file("a", tmp_path / "data")
 
 
-def test_a_slow_link_may_take_longer_than_the_deadline(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link_may_take_longer_than_the_deadline(bench: Bench) -> None:
     """The deadline is one of progress; without any it holds."""
-    monkeypatch.setattr(remote_module, "PART", 5 * MB)  # the least that S3 allows
-    seconds = 4.0
+    seconds = 3.0
     # Here kernel and proxy hold much of a part that s3fs takes for sent, so its time-out for the answer starts early.
     storage = bench.storage(seconds, max_concurrency="1", **{"config_kwargs.read_timeout": "10"})
     assert storage.list(bench.here) == []  # connected
-    bench.proxy.limit(4.8 * MB)
+    bench.proxy.limit(6.4 * MB)
     start = time.monotonic()
-    write(storage, bench.new, BIG)
+    write(storage, bench.new, BIG + BIG)
     assert time.monotonic() - start > seconds
-    assert bench.left() == BIG
+    assert bench.left() == BIG + BIG
 
 
 @pytest.fixture
@@ -242,8 +240,8 @@ def test_a_killed_server_has_the_old_object_whole_and_all_it_acknowledged(
         with pytest.raises(StorageError, match=f"write {bench.url}/{bench.here}/{name}"):
             write(storage, f"{bench.here}/{name}", BIG)
 
-    bench.proxy.limit(20 * MB)
-    reached = bench.proxy.when(UP, 20 * MB)
+    bench.proxy.limit(10 * MB)
+    reached = bench.proxy.when(UP, 10 * MB)
     with ThreadPoolExecutor(2) as pool:
         attempts = [pool.submit(attempt, name) for name in ("old", "new")]
         assert reached.wait(30)
@@ -261,7 +259,7 @@ def test_a_killed_server_has_the_old_object_whole_and_all_it_acknowledged(
 
 
 def test_a_write_goes_on_through_a_restart_of_the_server(bench: Bench, restored: None, seaweed: SeaweedFS) -> None:
-    reached = bench.proxy.when(UP, 12 * MB)
+    reached = bench.proxy.when(UP, 7 * MB)
 
     def replace_server() -> None:
         if reached.wait(30):
@@ -278,7 +276,7 @@ def test_a_write_goes_on_through_a_restart_of_the_server(bench: Bench, restored:
 
 
 def test_a_frozen_server_is_a_timeout_and_then_serves_again(bench: Bench, seaweed: SeaweedFS) -> None:
-    storage = bench.storage(1.5)
+    storage = bench.storage(1)
     assert storage.read("shared/small") == SMALL
     seaweed.freeze()
     try:

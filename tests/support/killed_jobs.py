@@ -53,7 +53,7 @@ class Striking(FaultyStorage):
         self._left = change
         self._strike = strike
 
-    def change(self, what: str) -> None:
+    def change(self, verb: str, path: str) -> None:
         if not self.armed or self._left is None:
             return
         self._left -= 1

@@ -240,20 +240,27 @@ def restore(
     unshared: int | None = None,
     flaky: tuple[str, ...] = (),
     lists: dict[int, list[str]] | None = None,
+    unreadable: tuple[str, ...] = (),
 ) -> Found:
     """Restore and say how.
 
     ``nodes``: by rank, a letter for its host. ``unshared``: a rank that cannot see its peers' memory. ``flaky``: files
     whose first byte is wrong when they are read for the first time. ``lists``: by rank, the step directories it sees.
+    ``unreadable``: ends of paths of files that nobody can read.
     """
     rank = int(os.environ["RANK"])
     read: list[str] = []
     recorded = Recorded()
     read_into, list_, local_copy = LocalStorage.read_into, LocalStorage.list, LocalStorage.local_copy
 
+    def check(path: str) -> None:
+        if path.endswith(unreadable):
+            raise StorageError(f"read {path}: [Errno 5] Input/output error")
+
     def recording(self: LocalStorage, path: str, buffer: memoryview) -> Written:
         name = path.rpartition("/")[2]
         read.append(name)
+        check(path)
         written = read_into(self, path, buffer)
         if name in flaky and read.count(name) == 1:
             buffer[0] ^= 1
@@ -262,6 +269,7 @@ def restore(
 
     def copying(self: LocalStorage, path: str) -> Any:
         read.append(path.rpartition("/")[2])
+        check(path)
         return local_copy(self, path)
 
     def listing(self: LocalStorage, path: str) -> list[str]:

@@ -61,7 +61,7 @@ class SeaweedFS:
         command += [f"-filer.port={filer}", f"-filer.port.grpc={filer_grpc}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += ["-s3.iam=false", "-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=100"]
         # A lone master waits this long for others before it elects itself, at every start.
-        command += ["-master.electionTimeout=1s", "-master.heartbeatInterval=150ms", "-volume.preStopSeconds=1"]
+        command += ["-master.electionTimeout=300ms", "-master.heartbeatInterval=60ms", "-volume.preStopSeconds=1"]
         with (self._directory / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._wait_until_ready()

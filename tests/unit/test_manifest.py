@@ -6,17 +6,24 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
-from elastic_runner.checkpoint.manifest import Manifest, check_file, decode, encode, list_checkpoints
-from elastic_runner.errors import Damaged
+from elastic_runner import paths
+from elastic_runner.checkpoint.manifest import Manifest, Torn, check_file, decode, encode, list_checkpoints
+from elastic_runner.checkpoint.pruning import plan_pruning
+from elastic_runner.checkpoint.retention import retention_of
+from elastic_runner.config import CheckpointConfig
+from elastic_runner.errors import Damaged, StorageError
 from elastic_runner.storage import LocalStorage, Written
 
 
 def manifest(step: int = 1, attempt: int = 1) -> Manifest:
-    files = (Written(path="data-000001/a", size=3, digest="d"), Written(path="data-000001/b", size=4, digest="e"))
+    files = tuple(
+        Written(path=f"data-{attempt:06d}/{name}", size=size, digest="d") for name, size in (("a", 3), ("b", 4))
+    )
     return Manifest(step=step, attempt=attempt, world_size=2, format="sharded", files=files, created=1e9)
 
 
@@ -56,10 +63,83 @@ def test_any_flipped_bit_and_any_cut_is_noticed() -> None:
         except ValueError:
             same = False
         if not same:
-            with pytest.raises(Damaged):
+            with pytest.raises(Damaged) as caught:
                 decode(flipped, "m")
-        with pytest.raises(Damaged, match="m is torn"):
-            decode(data[:position], "m")
+            assert not isinstance(caught.value, Torn), "it was committed once"
+        for cut in (data[:position], data[:position] + bytes(len(data) - position)):
+            with pytest.raises(Torn, match="m is torn"):
+                decode(cut, "m")
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "step as text": ({"step": "1"}, "step"),
+    "step below 0": ({"step": -1}, "step"),
+    "step as a truth": ({"step": True}, "step"),
+    "no attempt": ({"attempt": None}, "attempt"),
+    "unknown format": ({"format": "zip"}, "format"),
+    "created as text": ({"created": "x"}, "created"),
+    "created never": ({"created": math.nan}, "created"),
+    "metric as a list": ({"metrics": {"loss": [1]}}, "metrics.loss"),
+    "no ranks": ({"world_size": 0}, "world_size"),
+    "files as a table": ({"files": {}}, "files"),
+    "file without a digest": ({"files": [{"path": "data-000001/a", "size": 3}]}, "files.0.digest"),
+    "size as text": ({"files": [{"path": "data-000001/a", "size": "3", "digest": "d"}]}, "files.0.size"),
+    "size below 0": ({"files": [{"path": "data-000001/a", "size": -3, "digest": "d"}]}, "no file of its checkpoint"),
+    "more": ({"surprise": 1}, "surprise"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_manifest_with_odd_content_is_damaged(kind: str) -> None:
+    changes, said = ODD[kind]
+    with pytest.raises(Damaged, match=said):
+        decode(signed({**json.loads(encode(manifest())), **changes}), "m")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../../../etc/hostname", "data-000001/../x", "data-000001/a/b", "data-000001/", "data-000001/..", "data-000001",
+     "data-000002/a", "/etc/hostname", "a", "", "data-1/a"],
+)  # fmt: skip
+def test_a_manifest_names_files_of_its_own_data_directory_only(path: str) -> None:
+    files = [{"path": path, "size": 3, "digest": "d"}]
+    with pytest.raises(Damaged, match="is no file of its checkpoint"):
+        decode(signed({**json.loads(encode(manifest())), "files": files}), "m")
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"[1, 2]", b"\xff\xfe\x00", b"{}", b"noise", b"{noise", b"9" * 5000]
+)
+def test_what_is_no_manifest_is_damaged(data: bytes) -> None:
+    with pytest.raises(Damaged):
+        decode(data, "m")
+
+
+def signed(body: dict[str, Any]) -> bytes:
+    """With a digest that fits."""
+    body = {name: value for name, value in body.items() if name != "digest"}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({**body, "digest": digest}).encode()
+
+
+def test_a_manifest_that_cannot_be_read_is_rejected_with_its_reason(tmp_path: Path) -> None:
+    class Failing(LocalStorage):
+        def read(self, path: str) -> bytes:
+            if path == manifest(5).path:
+                raise StorageError(f"read {path}: [Errno 5] Input/output error")
+            return super().read(path)
+
+    storage = Failing(tmp_path)
+    for step in (1, 5, 9):
+        storage.put(manifest(step).path, encode(manifest(step)))
+        storage.put(f"{paths.data_directory(step, 1)}/a", b"abc")
+    listing = list_checkpoints(storage)
+    assert [m.step for m in listing.manifests] == [9, 1]
+    (rejected,) = listing.rejected
+    assert rejected.path == manifest(5).path and "cannot be read" in rejected.reason and "Errno 5" in rejected.reason
+    retention = retention_of(CheckpointConfig(keep=1))
+    plan = plan_pruning(listing, retention, listing.manifests[0], 2)
+    assert plan.sweep == () and paths.step_directory(5) not in plan.empty, "it is there, whatever it says"
 
 
 def test_newest_first_by_step_then_attempt(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,96 @@ def test_something_else_in_the_place_of_the_summary_is_no_summary(tmp_path: Path
     for text in (b"[]", b"{}", b'{"status": ', b"\xff"):
         storage.put(paths.SUMMARY, text)
         assert read_summary(storage) is None
+
+
+class Hung(LocalStorage):
+    """Answers nothing from when ``hung`` is set until ``gate`` is."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.hung, self.reached, self.gate = False, threading.Event(), threading.Event()
+
+    def sync(self, path: str) -> None:
+        self._pass()
+        super().sync(path)
+
+    def read(self, path: str) -> bytes:
+        self._pass()
+        return super().read(path)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._pass()
+        super().put(path, data)
+
+    def _pass(self) -> None:
+        if self.hung:
+            self.reached.set()
+            assert self.gate.wait(30)
+
+
+def test_a_save_that_failed_is_counted_without_the_storage(tmp_path: Path) -> None:
+    """All ranks wait for whoever tells it."""
+    storage = Hung(tmp_path)
+    record = attempt(storage, 1, 0, range(1, 3))
+    storage.hung = True
+    record.not_saved(skipped=True)
+    record.not_saved(skipped=False)
+    record.not_saved(skipped=False)
+    assert not storage.reached.is_set()
+    storage.hung = False
+    assert (told := read_summary(storage)) is not None and (told.saves_skipped, told.saves_failed) == (0, 0)
+    record.committed(2)
+    assert (told := read_summary(storage)) is not None and (told.saves_skipped, told.saves_failed) == (1, 2)
+
+
+def test_steps_go_on_while_a_save_beside_them_is_put_on_record(tmp_path: Path) -> None:
+    storage = Hung(tmp_path)
+    record = attempt(storage, 1, 0, range(1, 3))
+    storage.hung = True
+    saving = threading.Thread(target=record.committed, args=(2,))
+    saving.start()
+    assert storage.reached.wait(30)
+    for step in range(3, 6):
+        record.step(line(step))
+        record.not_saved(skipped=True)
+    storage.gate.set()
+    saving.join(30)
+    summary = read_summary(storage)
+    assert summary is not None and (summary.step, summary.samples_seen, summary.saves_skipped) == (5, 20, 3)
+
+
+def test_an_older_summary_is_never_written_over_a_newer_one(tmp_path: Path) -> None:
+    storage = Hung(tmp_path)
+    record = attempt(storage, 1, 0, range(1, 3))
+    storage.hung = True
+    saving = threading.Thread(target=record.committed, args=(2,))
+    saving.start()
+    assert storage.reached.wait(30)
+    record.step(line(3))
+    ending = threading.Thread(target=record.end, args=("finished",))
+    ending.start()
+    storage.gate.set()
+    saving.join(30)
+    ending.join(30)
+    summary = read_summary(storage)
+    assert summary is not None and (summary.status, summary.step) == ("finished", 3)
+
+
+def test_counts_of_threads_do_not_get_lost(tmp_path: Path) -> None:
+    record = attempt(LocalStorage(tmp_path), 1, 0, range(0))
+    over = threading.Event()
+
+    def publish() -> None:
+        while not over.is_set():
+            record.committed(1)
+
+    saving = threading.Thread(target=publish)
+    saving.start()
+    for step in range(1, 201):
+        record.step(line(step, epoch=0, length=1000))
+        record.not_saved(skipped=True)
+    over.set()
+    saving.join(30)
+    record.end("finished")
+    summary = read_summary(LocalStorage(tmp_path))
+    assert summary is not None and (summary.step, summary.samples_seen, summary.saves_skipped) == (200, 800, 200)

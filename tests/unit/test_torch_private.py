@@ -6,6 +6,7 @@ When one of these fails after an upgrade of torch, look at the place that is nam
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import io
 import pickle
@@ -27,10 +28,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from elastic_runner.checkpoint.archive import load_plain
 from elastic_runner.checkpoint.layout import files_of, pieces_of
-from elastic_runner.checkpoint.metadata import _ALLOWED, METADATA, make_metadata, read_metadata
+from elastic_runner.checkpoint.metadata import METADATA, make_metadata, parse_metadata
 from elastic_runner.checkpoint.names import wrapped_attribute
+from elastic_runner.checkpoint.pickled import ALLOWED, StandIn, _Unpickler
 from elastic_runner.errors import Damaged, NotData
-from elastic_runner.storage import LocalStorage
 
 
 def test_storage_info_says_where_an_item_lies() -> None:
@@ -67,30 +68,48 @@ def test_metadata_ask_for_nothing_that_is_not_allowed(tmp_path: Path) -> None:
     assert globals_of(own) <= globals_of((tmp_path / "data" / METADATA).read_bytes())
     asked = globals_of((tmp_path / "data" / METADATA).read_bytes())
     assert ("torch.distributed.checkpoint.metadata", "Metadata") in asked
-    assert {(module, name) for module, name in asked if name not in _ALLOWED.get(module, ())} == set()
-    metadata = read_metadata(LocalStorage(tmp_path), "data")
-    assert set(metadata.state_dict_metadata) >= set(state)
-    assert all(isinstance(info, _StorageInfo) for info in metadata.storage_data.values())
+    assert {f"{module}.{name}" for module, name in asked} <= ALLOWED | {"collections.OrderedDict"}
+
+
+def test_metadata_of_stock_dcp_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.bool, torch.complex64]
+    state = {f"t{i}": torch.zeros(2, 3, dtype=dtype) for i, dtype in enumerate(dtypes)}
+    nested = {"b": [torch.ones(1), {"c": torch.ones(()), "d": torch.ones(0, 4)}], "e": (1, "x")}
+    dcp.save({**state, "plain": {"a": 1}, "nested": nested}, checkpoint_id=tmp_path, no_dist=True)
+    data = (tmp_path / METADATA).read_bytes()
+    ours, torchs = parse_metadata(data, "x"), pickle.loads(data)
+    assert ours.state_dict_metadata == torchs.state_dict_metadata
+    assert ours.storage_data == torchs.storage_data
+    assert [index.index for index in ours.storage_data] == [index.index for index in torchs.storage_data]
+    assert [type(info) for info in ours.storage_data.values()] == [_StorageInfo] * len(ours.storage_data)
 
 
 def test_what_is_allowed_exists() -> None:
     """An allowed name that has gone means that torch pickles another one now."""
-    for module, names in _ALLOWED.items():
-        present = vars(__import__(module, fromlist=["_"]))
-        assert [name for name in names if name not in present] == []
+    for full in ALLOWED - {"pathlib._local.PosixPath"}:
+        module, _, name = full.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
 
 
-def test_what_is_allowed_runs_nothing() -> None:
-    """Classes of plain fields and enums, data types, and one function that looks a layout up by its name."""
-    from torch.serialization import _get_layout
+def test_what_is_allowed_runs_nothing_and_touches_nothing() -> None:
+    """Every name gives a stand-in; the one real type, dict, takes no attributes."""
+    unpickler = _Unpickler(io.BytesIO())
+    for full in ALLOWED:
+        module, _, name = full.rpartition(".")
+        found = unpickler.find_class(module, name)
+        assert issubclass(found, StandIn)
+        # A class, given by a pickle's BUILD the state (None, {attribute: value}), would have the attribute set.
+        with pytest.raises(TypeError):
+            pickle.Unpickler.load(_Unpickler(io.BytesIO(building(module, name))))
+        assert "__truediv__" not in vars(found)
+    with pytest.raises(TypeError, match="immutable"):
+        _Unpickler(io.BytesIO(building("collections", "OrderedDict"))).load()
 
-    assert _get_layout("torch.strided") is torch.strided
-    with pytest.raises(KeyError):
-        _get_layout("os.system")
-    for name in _ALLOWED["torch.distributed.checkpoint.metadata"]:
-        kind = getattr(torch.distributed.checkpoint.metadata, name)
-        assert isinstance(kind, type)
-        assert not hasattr(kind, "__del__")
+
+def building(module: str, name: str) -> bytes:
+    """A pickle that sets an attribute of what it names."""
+    named = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
+    return b"\x80\x04" + named + b"N}\x8c\x0b__truediv__" + named + b"s\x86b."
 
 
 class Payload:

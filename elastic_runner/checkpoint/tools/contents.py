@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from elastic_runner.checkpoint.archive import load_plain
 from elastic_runner.checkpoint.capture import references
+from elastic_runner.checkpoint.plain import check_tree
 from elastic_runner.checkpoint.tools.stored import (
     ArchivedTensor,
     HeldTensor,
@@ -114,10 +113,8 @@ class Contents:
         )
 
     def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, contiguous. Raises Damaged where the boxes leave a gap or hold something else."""
+        """Rows of a tensor, contiguous. Raises Damaged where a file holds something else."""
         entry = self.tensors[key]
-        if sum(math.prod(box.sizes) for box in entry.boxes) != entry.numel:
-            raise Damaged(f"{key}: its parts are not the whole of it")
         shape = (stop - start, *entry.shape[1:])
         boxes = [box for box in entry.boxes if box.first_row < stop and box.end_row > start]
         if math.prod(shape) == 0:
@@ -172,38 +169,23 @@ def bands(*entries: Entry, limit: int = BAND_BYTES) -> Iterator[tuple[int, int]]
             yield start, min(start + step, end)
 
 
-def sharded_contents(storage: Storage, directory: str, metadata: Metadata) -> Contents:
-    """What a directory in DCP layout holds; "" is the storage itself. Raises NotData, Damaged."""
+def sharded_contents(storage: Storage, directory: str, metadata: Metadata, plain: Mapping[str, Any]) -> Contents:
+    """What a directory in DCP layout holds beside plain data; "" is the storage itself."""
     below = f"{directory}/" if directory else ""
-    by_key = _items_by_key(metadata)
-    tensors: dict[str, Entry] = {}
-    plain: dict[str, Any] = {}
-    for key, about in metadata.state_dict_metadata.items():
-        items = by_key.get(key, {})
-        if isinstance(about, BytesStorageMetadata):
-            for info in items.values():
-                data = storage.read_range(below + info.relative_path, info.offset, info.length)
-                plain[key] = load_plain(io.BytesIO(data), f"{info.relative_path}: {key}")
-        elif isinstance(about, TensorStorageMetadata):
-            tensors[key] = _sharded_entry(storage, below, key, about, items)
-    return Contents(tensors=tensors, plain=plain)
+    tensors = {
+        key: _sharded_entry(storage, below, key, about, metadata)
+        for key, about in metadata.state_dict_metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    return Contents(tensors=tensors, plain=dict(plain))
 
 
-def _items_by_key(metadata: Metadata) -> dict[str, dict[tuple[int, ...], Any]]:
-    result: dict[str, dict[tuple[int, ...], Any]] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        result.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
-    return result
-
-
-def _sharded_entry(
-    storage: Storage, below: str, key: str, about: TensorStorageMetadata, items: Mapping[tuple[int, ...], Any]
-) -> Entry:
+def _sharded_entry(storage: Storage, below: str, key: str, about: TensorStorageMetadata, metadata: Metadata) -> Entry:
     boxes: list[Box] = []
     for chunk in about.chunks:
-        info = items.get(tuple(chunk.offsets))
-        if info is None:
-            raise Damaged(f"{key}: the metadata does not say where its part at {list(chunk.offsets)} is")
+        if not chunk.sizes.numel():
+            continue
+        info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
         name = info.relative_path
         source = ArchivedTensor(storage, below + name, info.offset, info.length, f"{name}: {key}")
         boxes.append(Box(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=name, source=source))
@@ -212,13 +194,11 @@ def _sharded_entry(
 
 def full_contents(file: RangeFile, tree: Mapping[str, Any]) -> Contents:
     """What a file in the full format holds; ``tree`` as ``load_outline`` gave it. Raises Damaged, StateError."""
-    try:
-        plain = with_data(tree["plain"], file, "plain")
-        elsewhere = {*plain[ALIASES], *plain[EXTRA_STATE]}
-        found = {MODEL + name: value for name, value in tree["model"].items() if name not in elsewhere}
-        found.update(tree["tensors"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{file.path} is not a full checkpoint: {type(error).__name__}: {error}") from error
+    check_tree(tree, file.path)
+    plain = with_data(tree["plain"], file, "plain")
+    elsewhere = {*plain[ALIASES], *plain[EXTRA_STATE]}
+    found = {MODEL + name: value for name, value in tree["model"].items() if name not in elsewhere}
+    found.update(tree["tensors"])
     return Contents(tensors={key: whole_entry(file, value, key) for key, value in found.items()}, plain=plain)
 
 

@@ -5,7 +5,8 @@ Attempts of runs count from 1, so that whatever a run saves itself at the same s
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -15,13 +16,14 @@ import torch
 from elastic_runner import paths
 from elastic_runner.checkpoint.full import FILE
 from elastic_runner.checkpoint.load import OPTIMIZER_GROUPS, OPTIMIZER_STATE
-from elastic_runner.checkpoint.manifest import Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.manifest import Manifest, Torn, encode, list_checkpoints
+from elastic_runner.checkpoint.marks import note
 from elastic_runner.checkpoint.saver import is_finite
 from elastic_runner.checkpoint.tools.contents import MODEL, Contents
 from elastic_runner.checkpoint.tools.opening import Opened
 from elastic_runner.checkpoint.tools.overview import damage
 from elastic_runner.checkpoint.tools.written import Bar, Tick, no_bar, write_full, write_sharded
-from elastic_runner.errors import ConfigError, SaveFailed, StorageError
+from elastic_runner.errors import AlreadyExists, ConfigError, SaveFailed, StorageError
 from elastic_runner.storage import Storage, Written, open_storage
 
 ATTEMPT = 0
@@ -67,33 +69,12 @@ def import_state(
     weights_only = OPTIMIZER_GROUPS not in contents.plain
     step = _step(source, step, weights_only)
     storage = _checkpoints(url, options)
-    for manifest in list_checkpoints(storage).manifests:
-        if manifest.step == step:
-            by = "an earlier import" if manifest.attempt == ATTEMPT else f"attempt {manifest.attempt}"
-            raise ConfigError(f"{storage.url} has a checkpoint of step {step} already, written by {by}")
-    if verify:
-        source.verify(bar)
-    directory = paths.data_directory(step, ATTEMPT)
-    storage.delete(directory)  # what an import that was killed has left
-    watched = _Watched(tensors=contents.tensors, plain=contents.plain)
-    try:
+    with _claimed(storage, step):
+        _require_free(storage, step)
+        if verify:
+            source.verify(bar)
         with bar("writing", contents.nbytes) as tick:
-            files = _write(storage, directory, watched, format, tick)
-        root = paths.step_directory(step) + "/"
-        manifest = Manifest(
-            step=step,
-            attempt=ATTEMPT,
-            world_size=1,
-            format=format,
-            files=tuple(Written(path=f.path.removeprefix(root), size=f.size, digest=f.digest) for f in files),
-            metrics=source.manifest.metrics if source.manifest else {},
-            non_finite=tuple(watched.found),
-        )
-        storage.create(manifest.path, encode(manifest))
-        _check_there(storage, manifest)
-    except BaseException:
-        _give_up(storage, step, directory)
-        raise
+            manifest = _commit(storage, step, format, contents, source.manifest, tick)
     return Imported(
         url=storage.url,
         step=step,
@@ -103,6 +84,69 @@ def import_state(
         weights_only=weights_only,
         notes=source.notes,
     )
+
+
+@contextmanager
+def _claimed(storage: Storage, step: int) -> Iterator[None]:
+    """Keep other imports of this step away. Raises ConfigError when one is at it."""
+    claim = paths.import_claim(step)
+    try:
+        storage.create(claim, note())
+    except AlreadyExists:
+        raise ConfigError(
+            f"another import of step {step} is going on; if it was killed, delete {claim} below {storage.url}"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(StorageError):
+            storage.delete(claim)
+
+
+def _require_free(storage: Storage, step: int) -> None:
+    """Raise ConfigError where something was committed as this step."""
+    listing = list_checkpoints(storage)
+    for manifest in listing.manifests:
+        if manifest.step == step:
+            by = "an earlier import" if manifest.attempt == ATTEMPT else f"attempt {manifest.attempt}"
+            raise ConfigError(f"{storage.url} has a checkpoint of step {step} already, written by {by}")
+    for rejected in listing.rejected:
+        of_step, attempt = paths.committed(rejected.path) or (-1, -1)
+        if of_step == step and not isinstance(rejected.error, Torn):
+            raise ConfigError(f"{storage.url} has a checkpoint of step {step} already: {rejected.reason}")
+        if of_step == step and attempt == ATTEMPT:
+            storage.delete(rejected.path)  # what an import that was killed has left
+
+
+def _commit(
+    storage: Storage,
+    step: int,
+    format: Literal["sharded", "full"],
+    contents: Contents,
+    original: Manifest | None,
+    tick: Tick,
+) -> Manifest:
+    """Write the data files and, last, the manifest; after an error nothing is left."""
+    directory, root = paths.data_directory(step, ATTEMPT), paths.step_directory(step) + "/"
+    storage.delete(directory)  # what an import that was killed has left
+    watched = _Watched(tensors=contents.tensors, plain=contents.plain)
+    try:
+        files = _write(storage, directory, watched, format, tick)
+        manifest = Manifest(
+            step=step,
+            attempt=ATTEMPT,
+            world_size=1,
+            format=format,
+            files=tuple(file.within(root) for file in files),
+            metrics=original.metrics if original else {},
+            non_finite=tuple(watched.found),
+        )
+        storage.create(manifest.path, encode(manifest))
+        _check_there(storage, manifest)
+    except BaseException:
+        _give_up(storage, step, directory)
+        raise
+    return manifest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import xxhash
-
 from elastic_runner import paths
 from elastic_runner.checkpoint.archive import load_plain
 from elastic_runner.checkpoint.full import FILE
 from elastic_runner.checkpoint.manifest import Manifest, check_file, list_checkpoints
 from elastic_runner.checkpoint.marks import reading
-from elastic_runner.checkpoint.metadata import METADATA, parse_metadata
+from elastic_runner.checkpoint.metadata import METADATA, parse_metadata, plain_in
+from elastic_runner.checkpoint.plain import check_plain
+from elastic_runner.checkpoint.source import Checked
 from elastic_runner.checkpoint.tools.contents import ALIASES, Contents, full_contents, open_full, sharded_contents
 from elastic_runner.checkpoint.tools.foreign import foreign_dcp, foreign_torch, without_wrappers
 from elastic_runner.checkpoint.tools.overview import find, open_checkpoints
@@ -99,7 +99,7 @@ def opened(
 def _newest(storage: Storage) -> Manifest:
     listing = list_checkpoints(storage)
     if not listing.manifests:
-        why = f": {'; '.join(listing.rejected)}" if listing.rejected else ""
+        why = f": {'; '.join(one.reason for one in listing.rejected)}" if listing.rejected else ""
         raise NotFound(f"no checkpoint below {storage.url}{why}")
     return listing.manifests[0]
 
@@ -108,8 +108,9 @@ def _open_checkpoint(storage: Storage, manifest: Manifest) -> Opened:
     directory = paths.data_directory(manifest.step, manifest.attempt)
     if manifest.format == "full":
         contents = open_full(storage, f"{directory}/{FILE}")
+        check_plain(contents.plain, contents.tensors, f"{directory}/{FILE}")
     else:
-        contents = sharded_contents(storage, directory, parse_metadata(*_checked(storage, manifest, METADATA)))
+        contents = sharded_contents(storage, directory, *Checked(storage, manifest).sharded_head())
     return Opened(
         contents=contents,
         kind=manifest.format,
@@ -122,24 +123,17 @@ def _open_checkpoint(storage: Storage, manifest: Manifest) -> Opened:
     )
 
 
-def _checked(storage: Storage, manifest: Manifest, name: str) -> tuple[bytes, str]:
-    """A small file, once its digest is the manifest's, and its path."""
-    root = paths.step_directory(manifest.step)
-    for file in manifest.files:
-        if file.path.rpartition("/")[2] == name:
-            path = f"{root}/{file.path}"
-            data = storage.read(path)
-            if len(data) != file.size or xxhash.xxh3_128_hexdigest(data) != file.digest:
-                raise Damaged(f"{path} has other bytes than were written")
-            return data, path
-    raise Damaged(f"{manifest.path} names no {name}")
-
-
 def _open_directory(storage: Storage, keep_names: bool) -> Opened:
-    contents = sharded_contents(storage, "", parse_metadata(storage.read(METADATA), METADATA))
+    metadata = parse_metadata(storage.read(METADATA), METADATA)
+    plain = {
+        key: load_plain(io.BytesIO(storage.read_range(name, at.start, at.stop - at.start)), f"{name}: {key}")
+        for name, places in plain_in(metadata).items()
+        for key, at in places.items()
+    }
+    contents = sharded_contents(storage, "", metadata, plain)
     found = Opened(contents=contents, kind="dcp", where=storage.url, storage=storage)
     if ALIASES in contents.plain:
-        return _with_step(found)
+        return _ours(found)
     contents, notes = foreign_dcp(contents)
     return _clean(replace(found, contents=contents, notes=tuple(notes)), keep_names)
 
@@ -155,11 +149,11 @@ def _open_file(url: str, options: dict[str, str], keep_names: bool) -> Opened:
     if name.endswith(SUFFIX) or (start[8:] == b"{" and not is_zip):
         read = read_safetensors(file)
         found = Opened(contents=read.contents, kind="safetensors", where=url, storage=storage, step=read.step)
-        return _with_step(found) if read.ours else _clean(found, keep_names)
+        return _ours(found) if read.ours else _clean(found, keep_names)
     # torch.save's old format can only be read as a whole.
     tree = load_outline(file, name) if is_zip else load_plain(io.BytesIO(storage.read(name)), name)
     if isinstance(tree, dict) and isinstance(tree.get("plain"), dict) and ALIASES in tree["plain"]:
-        return _with_step(Opened(contents=full_contents(file, tree), kind="torch", where=url, storage=storage))
+        return _ours(Opened(contents=full_contents(file, tree), kind="torch", where=url, storage=storage))
     contents, notes = foreign_torch(file, tree)
     return _clean(Opened(contents=contents, kind="torch", where=url, storage=storage, notes=tuple(notes)), keep_names)
 
@@ -173,8 +167,9 @@ def _is_file(url: str, options: dict[str, str]) -> bool:
     return True
 
 
-def _with_step(found: Opened) -> Opened:
-    """The step that the trainer's state tells."""
+def _ours(found: Opened) -> Opened:
+    """Written by this package: checked, with the step that the trainer's state tells. Raises Damaged."""
+    check_plain(found.contents.plain, found.contents.tensors, found.where)
     trainer = found.contents.plain.get("state.trainer")
     step = trainer.get("step") if isinstance(trainer, dict) else None
     return replace(found, step=step) if isinstance(step, int) else found

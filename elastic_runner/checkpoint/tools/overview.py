@@ -11,7 +11,7 @@ from elastic_runner.checkpoint.marks import reasons
 from elastic_runner.checkpoint.pruning import Plan, plan_pruning
 from elastic_runner.checkpoint.retention import Retention
 from elastic_runner.checkpoint.trust import Health, describe_non_finite, health
-from elastic_runner.errors import NotFound
+from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.storage import Storage, open_storage
 
 
@@ -79,7 +79,7 @@ def look(url: str, options: dict[str, str], *, digests: bool) -> list[Row]:
     rows = []
     for checkpoint in listing.checkpoints:
         manifest, marks = checkpoint.manifest, checkpoint.marks
-        unusable = damage(storage, manifest, digests=digests)
+        unusable = _unusable(storage, manifest, digests=digests)
         doubts = [describe_non_finite(manifest)] if manifest.non_finite else []
         doubts += [f"suspect: {reason}" for reason in reasons(storage, marks)]
         rows.append(
@@ -98,13 +98,21 @@ def look(url: str, options: dict[str, str], *, digests: bool) -> list[Row]:
                 suspect="; ".join(doubts),
             )
         )
-    return rows + [Row(unusable=reason) for reason in listing.rejected]
+    return rows + [Row(unusable=rejected.reason) for rejected in listing.rejected]
 
 
 def damage(storage: Storage, manifest: Manifest, *, digests: bool) -> str:
     """What is wrong with a checkpoint's files, in words; empty when nothing is."""
     found = [check_file(storage, manifest, file, digests=digests) for file in manifest.files]
     return "; ".join(reason for reason in found if reason)
+
+
+def _unusable(storage: Storage, manifest: Manifest, *, digests: bool) -> str:
+    """Why it cannot be used, be it damaged or not to be read; empty when it can."""
+    try:
+        return damage(storage, manifest, digests=digests)
+    except StorageError as error:
+        return f"cannot be read: {error}"
 
 
 def find(storage: Storage, step: int, attempt: int | None = None) -> Checkpoint:
@@ -121,7 +129,7 @@ def find(storage: Storage, step: int, attempt: int | None = None) -> Checkpoint:
 def plan_by_hand(storage: Storage, retention: Retention) -> tuple[Listing, Plan]:
     """What pruning would do that no run asks for: what a run may still be writing is left. Raises NotFound."""
     listing = _some(storage)
-    unusable = [m.path for m in listing.manifests if damage(storage, m, digests=False)]
+    unusable = [m.path for m in listing.manifests if _unusable(storage, m, digests=False)]
     healthy = [c.manifest for c in listing.checkpoints if health(c, unusable) == Health.HEALTHY]
     if not listing.manifests:
         raise NotFound(f"no checkpoint below {storage.url} that can be read")

@@ -18,6 +18,7 @@ from elastic_runner.checkpoint.frames import frame
 from elastic_runner.checkpoint.full import whole_state
 from elastic_runner.checkpoint.layout import DataFile, data_file, files_of, pieces_of
 from elastic_runner.checkpoint.metadata import METADATA, make_metadata
+from elastic_runner.checkpoint.plain import plain_file
 from elastic_runner.checkpoint.tools.contents import Contents
 from elastic_runner.errors import Damaged
 from elastic_runner.storage import Storage, Written
@@ -64,13 +65,8 @@ def write_sharded(storage: Storage, directory: str, contents: Contents, tick: Ti
     outlines = {k: torch.empty(e.shape, dtype=e.dtype, device="meta") for k, e in contents.tensors.items()}
     files = files_of(0, pieces_of(outlines))
     written = [_write_data(storage, below, file, contents, tick) for file in files]
-    data, where = bytearray(), {}
-    for key, value in contents.plain.items():
-        archive = io.BytesIO()
-        torch.save(value, archive)
-        where[key] = (data_file(0, 0), len(data), archive.tell())
-        data += archive.getbuffer()
-    for name, content in ((data_file(0, 0), bytes(data)), (METADATA, pickle.dumps(make_metadata(files, where)))):
+    data, where = plain_file(contents.plain, data_file(0, 0))
+    for name, content in ((data_file(0, 0), data), (METADATA, pickle.dumps(make_metadata(files, where)))):
         with storage.writer(below + name) as stream:
             stream.write(content)
         written.append(stream.written(below + name))
