@@ -11,6 +11,7 @@ from typing import Protocol
 from elastic_runner import paths
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Captured, Parts, capture
+from elastic_runner.checkpoint.catalogue import Catalogue
 from elastic_runner.checkpoint.commit import Commit, CommitPlace
 from elastic_runner.checkpoint.full import FullSaver
 from elastic_runner.checkpoint.load import Loader
@@ -105,7 +106,7 @@ class Checkpointer:
         )
         self._unusable: set[str] = set()
         self._spill = Spill(config.spill, self._storage) if config.spill is not None else None
-        self._commit = Commit(config, self._spill, worker, self._unusable)
+        self._commit = Commit(config, self._spill, worker, self._unusable, Catalogue(self._storage))
         self._in_flight: int | None = None
         self._saved_step: int | None = None
         self._failures = 0
@@ -206,7 +207,7 @@ class Checkpointer:
                 f"save of step {step}",
                 partial(self._commit.run, self._storage, self._saver, step, numbers),
                 done=partial(self._worker.saved, step),
-                after=partial(self._commit.prune, self._storage),
+                after=partial(self._commit.tidy, self._storage),
             )
             self._in_flight = step
             if wait:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from elastic_runner import paths
+from elastic_runner.checkpoint.catalogue import Catalogue
 from elastic_runner.checkpoint.manifest import Manifest, encode
 from elastic_runner.checkpoint.marks import read_marks, trust
 from elastic_runner.checkpoint.pruning import prune
@@ -44,12 +45,24 @@ class CommitPlace(Protocol):
         """What is on record of the run must not be younger than a checkpoint of it: make it durable."""
         ...
 
+    def committed(self, step: int) -> None:
+        """Tell of it, on rank 0 and beside training."""
+        ...
+
 
 class Commit:
     """Saves what a saver has copied. ``unusable``: manifests that a restore has found damaged, by path."""
 
-    def __init__(self, config: CheckpointConfig, spill: Spill | None, place: CommitPlace, unusable: set[str]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        spill: Spill | None,
+        place: CommitPlace,
+        unusable: set[str],
+        catalogue: Catalogue,
+    ) -> None:
         self._config = config
+        self._catalogue = catalogue
         self._spill = spill
         self._place = place
         self._unusable = unusable
@@ -70,11 +83,13 @@ class Commit:
         if self._spill is not None:
             self._spill.clear(step)
 
-    def prune(self, storage: Storage) -> None:
-        """Clean up after the newest commit; on rank 0, which alone has committed. Not collective."""
-        if self._newest is not None:
-            attempt = self._place.attempt
-            prune(storage, retention_of(self._config), self._newest, attempt, self._unusable)
+    def tidy(self, storage: Storage) -> None:
+        """What follows the newest commit and delays nobody; on rank 0, which alone has committed. Not collective."""
+        if self._newest is None:
+            return
+        self._place.committed(self._newest.step)
+        attempt, retention = self._place.attempt, retention_of(self._config)
+        prune(storage, retention, self._newest, attempt, self._unusable, self._catalogue)
 
     def _clear_the_way(self, storage: Storage, step: int) -> None:
         """A run that went back comes to a step a second time: what a manifest names is not written over."""
@@ -88,6 +103,7 @@ class Commit:
             raise SaveFailed(f"{old.path}, saved by this attempt before, is pinned or being read: it is not replaced")
         log.warning("step %d was saved by this attempt before and is saved anew", step)
         storage.delete(old.path)
+        self._catalogue.forget(step)
         trust(storage, old)  # what was said of the old one is not true of the new
         self._unusable.discard(old.path)
 

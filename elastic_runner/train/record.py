@@ -45,10 +45,6 @@ class RunRecord(Protocol):
         """A checkpoint is durable. Called beside steps."""
         ...
 
-    def saved(self, step: int) -> None:
-        """The steps have learned that a checkpoint is durable."""
-        ...
-
     def not_saved(self, *, skipped: bool) -> None:
         """A save was skipped, or has failed, and training goes on."""
         ...
@@ -82,9 +78,6 @@ class PeerRecord:
         """Nothing."""
 
     def committed(self, step: int) -> None:
-        """Nothing."""
-
-    def saved(self, step: int) -> None:
         """Nothing."""
 
     def not_saved(self, *, skipped: bool) -> None:
@@ -153,10 +146,6 @@ class MainRecord:
         self._ledger.flush()
 
     def committed(self, step: int) -> None:
-        """Renew the summary."""
-        self._publish_if_possible()
-
-    def saved(self, step: int) -> None:
         """Renew the summary."""
         self._publish_if_possible()
 

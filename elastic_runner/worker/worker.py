@@ -249,10 +249,13 @@ class Worker:
         """Remember the manifest that this attempt starts from: if it fails, that goes on record. On every rank."""
         self._restored = path
 
+    def committed(self, step: int) -> None:
+        """Put a durable checkpoint on record; beside training."""
+        self.record.committed(step)
+
     def saved(self, step: int) -> None:
-        """Put a durable checkpoint on record."""
+        """Know of a durable checkpoint."""
         self._saved_step = step
-        self.record.saved(step)
 
     def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
         """Report a save that was skipped or has failed; training goes on."""

@@ -53,6 +53,9 @@ class CheckpointingPlace(SoloPlace):
     def before_commit(self) -> None:
         """There is no ledger."""
 
+    def committed(self, step: int) -> None:
+        """There is no summary."""
+
     def saved(self, step: int) -> None:
         self.told.append(step)
 
