@@ -135,10 +135,10 @@ from elastic_runner.worker.process_group import connect, start_groups
 
 environment = read_environment()
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
-steps, checkpoints = start_groups(connect(environment, 60), environment, "gloo", setup=60, step=60, checkpoint=60)
+groups = start_groups(connect(environment, 60), environment, "gloo", setup=60, step=60, checkpoint=60)
 if attempt < 21 and environment.rank == environment.world_size - 1:
     os.kill(os.getpid(), signal.SIGKILL)
-for group in (steps, checkpoints):
+for group in groups:
     coordinator = Coordinator(group)
     assert coordinator.gather("attempt", attempt) == [attempt] * environment.world_size
     coordinator.close()
