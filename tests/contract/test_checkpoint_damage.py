@@ -150,6 +150,23 @@ def test_a_manifest_that_is_not_right_is_named_and_the_one_before_is_used(
     assert_same_training(kept, after)
 
 
+def test_shards_of_two_steps_that_were_swapped_are_named(
+    place: CheckpointingPlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have the same size and are each a whole archive: only the digest tells."""
+    two_checkpoints(place, "sharded")
+    storage = storage_of(place)
+    paths_of = [f"{paths.data_directory(step, 1)}/__0_1.distcp" for step in (1, 2)]
+    one, two = (storage.read(path) for path in paths_of)
+    assert len(one) == len(two) and one != two
+    storage.put(paths_of[0], two)
+    storage.put(paths_of[1], one)
+    with caplog.at_level(logging.WARNING), pytest.raises(NoUsableCheckpoint):
+        checkpointer(make_state(), place).restore()
+    for path in paths_of:
+        assert f"{path} has other bytes than were written" in caplog.text
+
+
 def test_only_bad_manifests_are_no_fresh_start(local: CheckpointingPlace) -> None:
     two_checkpoints(local, "full")
     storage = storage_of(local)
