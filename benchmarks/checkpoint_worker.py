@@ -27,6 +27,7 @@ from elastic_runner import paths
 from elastic_runner.checkpoint.checkpointer import checkpoint_storage
 from elastic_runner.checkpoint.manifest import list_checkpoints
 from elastic_runner.config import CheckpointConfig, StrategyConfig, nested_options
+from elastic_runner.storage.direct import sync_path
 
 _LAYERS = 20
 _ASYNC_SAVES = 3
@@ -223,8 +224,8 @@ class Stock:
     def _save(self) -> None:
         dcp.save(self._state, storage_writer=dcp.FileSystemWriter(self._directory))
         for file in self._mine():
-            raw.sync(file)
-        raw.sync(self._directory)
+            sync_path(file)
+        sync_path(self._directory)
 
     def _forget(self) -> None:
         raw.drop_cache(self._mine())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from elastic_runner.storage.direct import open_direct
+from elastic_runner.storage.direct import open_direct, sync_path
 
 PAGE = 4096
 BLOCK = 8 << 20
@@ -40,7 +40,7 @@ def write_raw(file: Path, buffer: WarmBuffer) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-    sync(file.parent)
+    sync_path(file.parent)
 
 
 def read_raw(file: Path, buffer: WarmBuffer) -> None:
@@ -51,15 +51,6 @@ def read_raw(file: Path, buffer: WarmBuffer) -> None:
             block = buffer.view[start : start + BLOCK]
             if os.preadv(handle, [block], start) != len(block):
                 raise OSError(f"{file}: short read")
-    finally:
-        os.close(handle)
-
-
-def sync(path: Path) -> None:
-    """fsync of a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)
 

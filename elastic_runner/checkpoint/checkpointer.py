@@ -198,7 +198,7 @@ class Checkpointer:
             # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
             captured, fits = self._capture(f"save of step {step}")
             if not fits:
-                self._saver.allocate(captured, self._coordinator)
+                self._saver.allocate(self._coordinator)
             self._worker.prepare_save(self._parts)
             self._saver.begin(captured)
             if not wait:

@@ -6,7 +6,6 @@ planner like the sharded one, so that resharding and strictness are the same.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -23,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from elastic_runner.checkpoint.archive import only_data
 from elastic_runner.checkpoint.capture import Captured, references, unpack
+from elastic_runner.checkpoint.image import Filling
 from elastic_runner.checkpoint.layout import require_dense
 from elastic_runner.checkpoint.plain import check_tree
 from elastic_runner.checkpoint.saver import Part, non_finite
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import SaveFailed
 from elastic_runner.storage import Storage
 
 FILE = "full.pt"
@@ -43,8 +42,7 @@ class FullSaver:
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._copies: dict[str, torch.Tensor] = {}
         self._captured = Captured()
-        self._copied = threading.Event()
-        self._failed = False
+        self._copied = Filling()
 
     def fits(self, captured: Captured) -> bool:
         """Whether the copies were made for tensors of these names, types and shapes. Raises StateError."""
@@ -55,7 +53,7 @@ class FullSaver:
         self._shapes = {key: (t.shape, t.dtype) for key, t in captured.tensors.items()}
         return False
 
-    def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
+    def allocate(self, coordinator: Coordinator) -> None:
         """Make room on rank 0."""
         self._copies, self._made_for = {}, None
         coordinator.once("save: buffers", self._make_copies)
@@ -67,8 +65,7 @@ class FullSaver:
     def begin(self, captured: Captured) -> None:
         """The copies wait for new data."""
         self._captured = Captured(plain=captured.plain, trained=captured.trained)
-        self._copied.clear()
-        self._failed = False
+        self._copied.expect()
 
     def copy(self, captured: Captured) -> None:
         """Gather what is sharded, on every rank; keep it on rank 0."""
@@ -79,18 +76,15 @@ class FullSaver:
                     tensor = tensor.full_tensor()
                 if self._main:
                     self._copies[key].copy_(tensor)
-        self._copied.set()
+        self._copied.filled()
 
     def abandon(self) -> None:
         """No more data will come."""
-        self._failed = True
-        self._copied.set()
+        self._copied.filled(failed=True)
 
     def write(self, storage: Storage, directory: str) -> Part:
         """The one file, by rank 0."""
         self._copied.wait()
-        if self._failed:
-            raise SaveFailed("the state could not be copied")
         if not self._main:
             return Part()
         captured = self._captured

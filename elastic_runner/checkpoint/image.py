@@ -62,18 +62,41 @@ class PrivateBuffer:
         """All of it."""
 
 
-class FileImage:
+class Filling:
+    """Data that one thread brings and another waits for, anew for each save."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._failed = False
+
+    def expect(self) -> None:
+        """A new save begins: what is there is of the last one."""
+        self._over.clear()
+        self._failed = False
+
+    def filled(self, *, failed: bool = False) -> None:
+        """The data is there, or will not come."""
+        self._failed = failed
+        self._over.set()
+
+    def wait(self) -> None:
+        """Until the data is there. Raises SaveFailed when it will not come."""
+        self._over.wait()
+        if self._failed:
+            raise SaveFailed("the state could not be copied")
+
+
+class FileImage(Filling):
     """One data file: its frames are there from the beginning, each save fills in the data.
 
     ``shared``: also a file, by ``path``, for a storage that uploads from one; the memory is slower then.
     """
 
     def __init__(self, file: DataFile, *, shared: bool) -> None:
+        super().__init__()
         self.file = file
         self._buffer = SharedBuffer(file.size) if shared else PrivateBuffer(file.size)
         self._pinned = 0
-        self._filled = threading.Event()
-        self._failed = False
         view = self._buffer.view
         self._targets: list[tuple[Piece, torch.Tensor]] = []
         end = 0
@@ -113,22 +136,6 @@ class FileImage:
         self._targets = []
         if isinstance(self._buffer, SharedBuffer):
             self._buffer.close()
-
-    def expect(self) -> None:
-        """A new save begins: what is in the buffer is of the last one."""
-        self._filled.clear()
-        self._failed = False
-
-    def filled(self, *, failed: bool = False) -> None:
-        """The data is there, or will not come."""
-        self._failed = failed
-        self._filled.set()
-
-    def wait(self) -> None:
-        """Until the data is there. Raises SaveFailed when it will not come."""
-        self._filled.wait()
-        if self._failed:
-            raise SaveFailed("the state could not be copied")
 
     def blocks(self) -> Iterator[memoryview]:
         """The bytes in order, once they are there. Raises SaveFailed when they will not come."""

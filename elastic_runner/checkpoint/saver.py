@@ -32,8 +32,8 @@ class Saver(Protocol):
         """Whether the buffers were made for a state like this one. Raises StateError for what cannot be saved."""
         ...
 
-    def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
-        """Make the buffers anew. Collective."""
+    def allocate(self, coordinator: Coordinator) -> None:
+        """Make the buffers anew, for the state that did not fit. Collective."""
         ...
 
     def begin(self, captured: Captured) -> None:

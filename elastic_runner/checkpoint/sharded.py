@@ -7,8 +7,9 @@ waiting while it plans, and writes at half the speed of the disk.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class ShardedSaver:
         self._held = pieces_of(captured.tensors)
         return False
 
-    def allocate(self, captured: Captured, coordinator: Coordinator) -> None:
+    def allocate(self, coordinator: Coordinator) -> None:
         """Agree on who writes what, and make the images."""
         for image in self._images:  # first, so that there is never memory for two
             image.close()
@@ -96,7 +97,8 @@ class ShardedSaver:
         captured = self._captured
         with ThreadPoolExecutor(2, thread_name_prefix="save") as pool:
             checked = pool.submit(lambda: non_finite(self._tensors(), captured.trained))
-            small = pool.submit(lambda: self._write_small(storage, directory, captured) if self._main else [])
+            head = partial(write_head, storage, f"{directory}/", self._all_files, captured.plain)
+            small = pool.submit(lambda: head() if self._main else [])
             large = [storage.write_bulk(f"{directory}/{image.file.name}", image) for image in self._images]
             return Part(files=(*small.result(), *large), non_finite=checked.result())
 
@@ -106,17 +108,14 @@ class ShardedSaver:
             for piece, target in image.targets:
                 yield piece.key, target
 
-    def _write_small(self, storage: Storage, directory: str, captured: Captured) -> list[Written]:
-        """The plain data and ``.metadata``, which know where everything will lie."""
-        data, where = plain_file(captured.plain, data_file(0, 0))
-        metadata = pickle.dumps(make_metadata(self._all_files, where))
-        return [
-            _write_whole(storage, f"{directory}/{data_file(0, 0)}", data),
-            _write_whole(storage, f"{directory}/{METADATA}", metadata),
-        ]
 
-
-def _write_whole(storage: Storage, path: str, data: bytes | bytearray) -> Written:
-    with storage.writer(path) as stream:
-        stream.write(data)
-    return stream.written(path)
+def write_head(storage: Storage, below: str, files: Iterable[DataFile], plain: Mapping[str, Any]) -> list[Written]:
+    """The plain data, and ``.metadata``, which knows where everything lies or will lie. ``below``: prefix of paths."""
+    name = data_file(0, 0)
+    data, where = plain_file(plain, name)
+    written = []
+    for path, content in ((below + name, data), (below + METADATA, pickle.dumps(make_metadata(files, where)))):
+        with storage.writer(path) as stream:
+            stream.write(content)
+        written.append(stream.written(path))
+    return written

@@ -75,6 +75,15 @@ def read_direct(handle: int, buffer: memoryview) -> Iterator[memoryview]:
         direct = direct and (done % ALIGNMENT == 0 or _buffered(handle))
 
 
+def sync_path(path: Path) -> None:
+    """fsync of a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _aligned(view: memoryview) -> memoryview:
     """The largest part from the beginning that direct I/O takes; empty when it takes none."""
     if np.frombuffer(view, np.uint8).ctypes.data % ALIGNMENT:

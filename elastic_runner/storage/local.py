@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
 from elastic_runner.errors import AccessDenied, Damaged, NotFound
-from elastic_runner.storage.direct import DirectWriter, open_direct, read_direct
+from elastic_runner.storage.direct import DirectWriter, open_direct, read_direct, sync_path
 from elastic_runner.storage.faults import mapped, repeated
 from elastic_runner.storage.protocol import Bulk, Digest, DigestWriter, WriteAll, Written
 
@@ -58,7 +58,7 @@ class LocalStorage:
             with _temporary(target) as temporary:
                 _write_durably(temporary, data)
                 temporary.replace(target)
-            _sync_directory(target.parent)
+            sync_path(target.parent)
 
         self._repeated("write", path, put)
 
@@ -76,7 +76,7 @@ class LocalStorage:
                     # A try before, or the file server's client, may have done it, and the answer was lost.
                     if not (again or temporary.stat().st_nlink > 1) or target.read_bytes() != data:
                         raise
-            _sync_directory(target.parent)
+            sync_path(target.parent)
 
         self._repeated("create", path, create)
 
@@ -98,7 +98,7 @@ class LocalStorage:
             raise
         with mapped(what):
             os.close(handle)
-            _sync_directory(target.parent)
+            sync_path(target.parent)
 
     def write_bulk(self, path: str, bulk: Bulk) -> Written:
         """Past the page cache where the file system can: its pages would be of no use to anybody."""
@@ -113,9 +113,9 @@ class LocalStorage:
         def put(target: Path) -> None:
             with _temporary(target) as temporary:
                 shutil.copyfile(local, temporary)
-                _sync_file(temporary)
+                sync_path(temporary)
                 temporary.replace(target)
-            _sync_directory(target.parent)
+            sync_path(target.parent)
 
         self._repeated("write", path, put)
 
@@ -255,7 +255,7 @@ def _make_directory(directory: Path) -> None:
     try:
         _make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
-        _sync_directory(directory.parent)
+        sync_path(directory.parent)
     except (FileExistsError, NotADirectoryError) as error:
         raise AccessDenied(f"cannot make directory {directory}: a file is in its place") from error
 
@@ -287,19 +287,3 @@ def _create_exclusively(target: Path, data: bytes) -> None:
             with suppress(OSError):
                 target.unlink()
             raise
-
-
-def _sync_file(file: Path) -> None:
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -150,6 +150,17 @@ class Hung(LocalStorage):
             assert self.gate.wait(30)
 
 
+def held_up(root: Path) -> tuple[Hung, MainRecord, threading.Thread]:
+    """After two steps, a save beside them that is held up by the storage while it is put on record."""
+    storage = Hung(root)
+    record = attempt(storage, 1, 0, range(1, 3))
+    storage.hung = True
+    saving = threading.Thread(target=record.committed, args=(2,))
+    saving.start()
+    assert storage.reached.wait(30)
+    return storage, record, saving
+
+
 def test_a_save_that_failed_is_counted_without_the_storage(tmp_path: Path) -> None:
     """All ranks wait for whoever tells it."""
     storage = Hung(tmp_path)
@@ -166,12 +177,7 @@ def test_a_save_that_failed_is_counted_without_the_storage(tmp_path: Path) -> No
 
 
 def test_steps_go_on_while_a_save_beside_them_is_put_on_record(tmp_path: Path) -> None:
-    storage = Hung(tmp_path)
-    record = attempt(storage, 1, 0, range(1, 3))
-    storage.hung = True
-    saving = threading.Thread(target=record.committed, args=(2,))
-    saving.start()
-    assert storage.reached.wait(30)
+    storage, record, saving = held_up(tmp_path)
     for step in range(3, 6):
         record.step(line(step))
         record.not_saved(skipped=True)
@@ -182,12 +188,7 @@ def test_steps_go_on_while_a_save_beside_them_is_put_on_record(tmp_path: Path) -
 
 
 def test_an_older_summary_is_never_written_over_a_newer_one(tmp_path: Path) -> None:
-    storage = Hung(tmp_path)
-    record = attempt(storage, 1, 0, range(1, 3))
-    storage.hung = True
-    saving = threading.Thread(target=record.committed, args=(2,))
-    saving.start()
-    assert storage.reached.wait(30)
+    storage, record, saving = held_up(tmp_path)
     record.step(line(3))
     ending = threading.Thread(target=record.end, args=("finished",))
     ending.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +15,8 @@ from torch.serialization import skip_data
 
 from elastic_runner.checkpoint.frames import frame
 from elastic_runner.checkpoint.full import whole_state
-from elastic_runner.checkpoint.layout import DataFile, data_file, files_of, pieces_of
-from elastic_runner.checkpoint.metadata import METADATA, make_metadata
-from elastic_runner.checkpoint.plain import plain_file
+from elastic_runner.checkpoint.layout import DataFile, files_of, pieces_of
+from elastic_runner.checkpoint.sharded import write_head
 from elastic_runner.checkpoint.tools.contents import Contents
 from elastic_runner.errors import Damaged
 from elastic_runner.storage import Storage, Written
@@ -65,12 +63,7 @@ def write_sharded(storage: Storage, directory: str, contents: Contents, tick: Ti
     outlines = {k: torch.empty(e.shape, dtype=e.dtype, device="meta") for k, e in contents.tensors.items()}
     files = files_of(0, pieces_of(outlines))
     written = [_write_data(storage, below, file, contents, tick) for file in files]
-    data, where = plain_file(contents.plain, data_file(0, 0))
-    for name, content in ((data_file(0, 0), data), (METADATA, pickle.dumps(make_metadata(files, where)))):
-        with storage.writer(below + name) as stream:
-            stream.write(content)
-        written.append(stream.written(below + name))
-    return written
+    return written + write_head(storage, below, files, contents.plain)
 
 
 def _write_data(storage: Storage, below: str, file: DataFile, contents: Contents, tick: Tick) -> Written:
