@@ -99,6 +99,13 @@ class Coordinator:
             return values
         return torch.stack(self.gather(label, values)).sum(0)
 
+    def broadcast(self, label: str, tensor: torch.Tensor, source: int) -> None:
+        """Fill a contiguous CPU ``tensor`` on every rank with that of rank ``source``. Unlabelled, as ``decide``."""
+        self._check_open(label)
+        if self.group is not None and tensor.numel():
+            with _mapped(label):
+                dist.broadcast(tensor, group=self.group, group_src=source)
+
     def _check_open(self, label: str) -> None:
         """Without its group a rank of several would agree with itself alone."""
         if self._closed and self.world_size > 1:

@@ -3,83 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Captured, Parts, capture
 from elastic_runner.checkpoint.catalogue import Catalogue
-from elastic_runner.checkpoint.commit import Commit, CommitPlace
+from elastic_runner.checkpoint.commit import Commit
 from elastic_runner.checkpoint.full import FullSaver
 from elastic_runner.checkpoint.load import Loader
 from elastic_runner.checkpoint.manifest import Manifest, Rejected, Torn, check_file, list_checkpoints
 from elastic_runner.checkpoint.marks import mark_suspect, reading, reasons
 from elastic_runner.checkpoint.matching import Lenience
+from elastic_runner.checkpoint.place import CheckpointPlace, FinishedStep
 from elastic_runner.checkpoint.saver import Saver
 from elastic_runner.checkpoint.sharded import ShardedSaver
+from elastic_runner.checkpoint.snapshot_source import Offer, SnapshotSource
+from elastic_runner.checkpoint.snapshots import Report
 from elastic_runner.checkpoint.source import open_source
 from elastic_runner.checkpoint.spill import Spill, bring_back
-from elastic_runner.checkpoint.trust import Candidate, candidates
+from elastic_runner.checkpoint.trust import Candidate, Health, candidates
 from elastic_runner.config import CheckpointConfig
-from elastic_runner.coordination import Place
 from elastic_runner.errors import Damaged, LoopError, NoUsableCheckpoint, SaveFailed, StorageError
 from elastic_runner.storage import Storage, creates_exclusively, open_storage
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointPlace(Place, CommitPlace, Protocol):
-    """What a checkpointer needs of its worker."""
-
-    run_url: str
-    """The run directory."""
-    storage_options: dict[str, str]
-    """Options of the run directory's filesystem."""
-    storage_timeout: float
-    """Deadline of a storage operation, seconds."""
-    background: Background
-    """Where a save is written beside training."""
-
-    @property
-    def node(self) -> str:
-        """What ranks that share memory and local files have in common."""
-        ...
-
-    def prepare_save(self, parts: Parts) -> None:
-        """Make replicated buffers equal on all ranks. Collective."""
-        ...
-
-    def saved(self, step: int) -> None:
-        """A checkpoint of this step is committed."""
-        ...
-
-    def restored(self, path: str) -> None:
-        """The run goes on from the checkpoint with this manifest."""
-        ...
-
-    def blamed(self) -> dict[str, str]:
-        """Checkpoints that led to the same failure again and again: why, by path of the manifest."""
-        ...
-
-    def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
-        """The save of this step was skipped, or has failed; training goes on."""
-        ...
-
-
-class FinishedStep(Protocol):
-    """A step after ``optimize``."""
-
-    number: int
-    """Its number, from 1."""
-    is_last: bool
-    """Whether it is the run's last one."""
-    draining: bool
-    """Whether all ranks have agreed to stop after it."""
-    save_ended: bool
-    """Whether, as all ranks know, the save in flight has ended on some rank."""
 
 
 class Checkpointer:
@@ -110,10 +59,13 @@ class Checkpointer:
         self._in_flight: int | None = None
         self._saved_step: int | None = None
         self._failures = 0
+        self._origin: str | None = None
+        """The newest durable checkpoint behind the state."""
 
     def maybe_save(self, step: FinishedStep, metrics: Mapping[str, float] | None = None) -> bool:
         """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saves.
 
+        Call it at the end of every step: each is copied to the node's memory, too, where there is one (``snapshot``).
         The step waits for one copy only (``checkpoint.mode``); the last save is waited for. A save that fails is
         reported, and training goes on until ``checkpoint.failures_allowed`` are used up; then, and when the last one
         fails, SaveFailed is raised. ``metrics``: results of an evaluation of this state, by which
@@ -122,6 +74,7 @@ class Checkpointer:
         last = step.is_last or step.draining
         if step.save_ended:
             self._settle(judge=not last)
+        self._keep_in_memory()
         due = last or step.number % self._config.every == 0
         if not due or step.number in (self._saved_step, self._in_flight):
             return False
@@ -148,8 +101,9 @@ class Checkpointer:
         self._finish()
 
     def restore(self) -> int:
-        """Restore the newest usable checkpoint and return its step; 0 when there is none and the run starts fresh.
+        """Restore the newest usable state and return its step; 0 when there is none and the run starts fresh.
 
+        That is a snapshot in the memory of the nodes where all ranks can get a newer one there, else a checkpoint.
         What is found damaged, or has led to the same failure ``checkpoint.demote_after`` times, is marked suspect and
         from then on tried last; what cannot be read is passed over, this time. A manifest that was never written to its
         end does not count. Raises Mismatch when the checkpoint does not fit the model, NoUsableCheckpoint when there
@@ -169,22 +123,79 @@ class Checkpointer:
                 self._warn(f"checkpoint not used: {said}")
             lenience = Lenience(allow_missing=self._config.allow_missing, allow_extra=self._config.allow_extra)
             loader = Loader(self._parts, self._coordinator, lenience)
-            for candidate in chosen:
-                manifest = candidate.manifest
-                error = self._try(manifest, loader)
-                if error is None:
-                    doubt = f"; for want of a better one: {candidate.doubt}" if candidate.doubt else ""
-                    by = f"{manifest.format}, by {manifest.world_size} ranks{doubt}"
-                    self._say(f"restored step {manifest.step} ({by})")
-                    self._parts.step = self._saved_step = manifest.step
-                    self._worker.restored(manifest.path)
-                    return manifest.step
-                said = f"step {manifest.step}: {'' if isinstance(error, Damaged) else 'cannot be read: '}{error}"
-                refused[said] = error
-                self._warn(f"checkpoint not used: {said}")
-        _require_none({said: error for said, error in refused.items() if not isinstance(error, Torn)}, self._storage)
+            if (step := self._try_all(chosen, loader, refused)) is not None:
+                return step
+            _require_none({said: one for said, one in refused.items() if not isinstance(one, Torn)}, self._storage)
+            self._worker.snapshots.clear()
         self._say("no checkpoint yet: starting from step 0")
         return 0
+
+    def _try_all(
+        self, chosen: Sequence[Candidate], loader: Loader, refused: dict[str, Damaged | StorageError]
+    ) -> int | None:
+        """Restore the first that can be: a snapshot that is newer than the healthy checkpoint in turn, or that."""
+        distrusted = self._coordinator.once("restore: distrusted", self._worker.distrusted)
+        turns = [(c.manifest.step if c.health == Health.HEALTHY else -1, c) for c in chosen]
+        asked: int | None = None
+        for newer_than, candidate in [*turns, (-1, None)]:
+            if newer_than != asked and (step := self._restore_from_memory(newer_than, distrusted, loader)) is not None:
+                return step
+            asked = newer_than
+            if candidate is None:
+                break
+            manifest = candidate.manifest
+            error = self._try(manifest, loader)
+            if error is None:
+                self._went_back(candidate)
+                return manifest.step
+            said = f"step {manifest.step}: {'' if isinstance(error, Damaged) else 'cannot be read: '}{error}"
+            refused[said] = error
+            self._warn(f"checkpoint not used: {said}")
+        return None
+
+    def _went_back(self, candidate: Candidate) -> None:
+        manifest = candidate.manifest
+        doubt = f"; for want of a better one: {candidate.doubt}" if candidate.doubt else ""
+        self._say(f"restored step {manifest.step} ({manifest.format}, by {manifest.world_size} ranks{doubt})")
+        self._parts.step = self._saved_step = manifest.step
+        self._origin = manifest.path
+        self._worker.restored(manifest.path)
+        self._worker.snapshots.clear()  # they are of a course that the run does not take
+
+    def _restore_from_memory(self, newer_than: int, distrusted: int, loader: Loader) -> int | None:
+        """Restore the newest snapshot that is newer than this step, and return its step."""
+        for offer in self._worker.snapshots.find(newer_than=newer_than, trusted_after=distrusted):
+            source = SnapshotSource(offer, self._coordinator)
+            try:
+                loader.load(source)
+            except (Damaged, OSError) as error:
+                self._warn(f"snapshot not used: step {offer.head.step}: {error}")
+                continue
+            finally:
+                source.close()
+            self._went_on(offer)
+            return offer.head.step
+        return None
+
+    def _went_on(self, offer: Offer) -> None:
+        head = offer.head
+        self._say(f"restored step {head.step} from memory (by {head.world_size} ranks, attempt {head.attempt})")
+        self._parts.step, self._saved_step, self._origin = head.step, None, head.origin
+        self._worker.restored(head.origin, in_memory=True)
+        self._worker.snapshots.went_on(head)
+        self._coordinator.once("restore: ledger", lambda: self._worker.recovered(offer.lines, head.step))
+        if head.step % self._config.every == 0 or head.step >= self._worker.target:
+            self._begin({}, wait=False)  # it was due when the attempt ended
+
+    def _keep_in_memory(self, *, forced: bool = False) -> None:
+        phase = self._worker.phase("save")
+        self._worker.snapshots.take(self._parts, phase, origin=self._origin, forced=forced)
+
+    def _keep_in_memory_anew(self, step: int) -> None:
+        """Now that all know that the state has another shape."""
+        self._keep_in_memory(forced=True)
+        snapshots = self._worker.snapshots
+        snapshots.hear(self._worker.coordinator.gather(f"snapshot of step {step}", snapshots.report()), step)
 
     def _begin(self, metrics: Mapping[str, float], *, wait: bool) -> None:
         """Copy the state and start writing it; with ``wait``, writing begins while the copy is made."""
@@ -194,9 +205,13 @@ class Checkpointer:
         if self._worker.background.busy and self._in_flight is None:
             raise LoopError("another Checkpointer of this worker is saving: use one, and give it the whole state")
         numbers = _numbers(metrics)
+        # First: what is on record must not be younger than a checkpoint, nor younger than what a kill leaves.
+        self._keep_in_memory(forced=True)
         with self._worker.phase("save"):
             # In the group of the steps: a rank that went on to its next step meets this here, and both say so.
-            captured, fits = self._capture(f"save of step {step}")
+            captured, fits, reports = self._capture(f"save of step {step}")
+            if not self._worker.snapshots.hear(reports, step):
+                self._keep_in_memory_anew(step)
             if not fits:
                 self._saver.allocate(self._coordinator)
             self._worker.prepare_save(self._parts)
@@ -231,6 +246,7 @@ class Checkpointer:
             raise error
         self._failures = 0
         self._saved_step = step
+        self._origin = None if step is None else paths.manifest(step, self._worker.attempt)
 
     def _settle(self, *, judge: bool = True) -> None:
         """``_finish``, but a failure that the budget has room for, or that is not to be judged, is only reported."""
@@ -247,17 +263,20 @@ class Checkpointer:
             reason = f"{error} (failure {self._failures}{within} in a row)"
             self._worker.not_saved(step or 0, reason, skipped=False)
 
-    def _capture(self, label: str) -> tuple[Captured, bool]:
-        """This rank's state, and whether the buffers fit it on all ranks; an error in it is everybody's."""
+    def _capture(self, label: str) -> tuple[Captured, bool, list[Report]]:
+        """This rank's state, whether the buffers fit it on all ranks, and what all say of their snapshots.
+
+        An error in it is everybody's.
+        """
         taken: list[Captured] = []
 
-        def take() -> bool:
+        def take() -> tuple[bool, Report]:
             captured = capture(self._parts)
             taken.append(captured if self._coordinator.is_main else captured.only_shared())
-            return self._saver.fits(taken[0])
+            return self._saver.fits(taken[0]), self._worker.snapshots.report()
 
-        fits = self._worker.coordinator.agree(label, take)
-        return taken[0], all(fits)
+        said = self._worker.coordinator.agree(label, take)
+        return taken[0], all(fits for fits, _ in said), [report for _, report in said]
 
     def _probe(self) -> None:
         name = f"probe-{self._worker.attempt:06d}-{self._coordinator.rank}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import Checkpoint, Manifest
-from elastic_runner.errors import ElasticRunnerError, NonFiniteError
+from elastic_runner.errors import ElasticRunnerError, NonFiniteError, names
+from elastic_runner.history import FROM_OUTSIDE, HANG, End
 
 
 class Health(IntEnum):
@@ -70,30 +70,6 @@ def describe_non_finite(manifest: Manifest, most: int = 3) -> str:
     return f"NaN or infinity in {', '.join(names[:most])}{rest}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """How an attempt failed."""
-
-    attempt: int
-    """Its number."""
-    kind: str
-    """Type of the error that came first."""
-    step: int | None
-    """The step under way; None before the loop began."""
-    restored: str | None
-    """Path of the manifest that it started from; None: from step 0."""
-    saved: str | None = None
-    """Path of the newest manifest that it committed itself."""
-
-    def went_through(self, path: str) -> bool:
-        """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""
-        if self.restored == path:
-            return True
-        # Not ``saved``: what was still being written when the failure came is not in it, and may be there by now.
-        step, attempt = paths.committed(path) or (0, 0)
-        return attempt == self.attempt and self.step is not None and step < self.step
-
-
 def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
     """Checkpoints, by manifest path with a reason, that led to the same failure ``times`` times; ``times`` 0: none.
 
@@ -108,7 +84,7 @@ def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
             failures[end.step, end.kind].append(end)
     found: dict[str, str] = {}
     for (step, kind), same in failures.items():
-        for path, loads in Counter(end.restored for end in same).items():
+        for path, loads in Counter(end.restored for end in same if not end.in_memory).items():
             if path is None or path in led_on or not 0 < times <= loads:
                 continue
             if all(end.went_through(path) for end in same):
@@ -116,12 +92,19 @@ def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
     return found
 
 
-def _names(kind: type[ElasticRunnerError]) -> Iterator[str]:
-    yield kind.__name__
-    for below in kind.__subclasses__():
-        yield from _names(below)
+def last_of_the_same(ends: Sequence[End], times: int) -> int:
+    """The newest attempt, if the last ``times`` ends on record (oldest first) are the same failure; else 0.
+
+    What was in memory by then may be what fails. ``times`` 0: never.
+    """
+    last = [end for end in ends if end.step is not None and end.kind not in _NOT_OF_THE_STATE][-times or len(ends) :]
+    same = len(last) == times > 0 and len({(end.step, end.kind) for end in last}) == 1
+    return last[-1].attempt if same else 0
 
 
-_NOT_OF_THE_STATE = {*_names(ElasticRunnerError), "MemoryError", "OutOfMemoryError", "KeyboardInterrupt", "SystemExit"}
+_NOT_OF_THE_STATE = {
+    *names(ElasticRunnerError), "MemoryError", "OutOfMemoryError", "KeyboardInterrupt", "SystemExit",
+    HANG, *FROM_OUTSIDE,
+}  # fmt: skip
 """Failures that no other state would have kept away: of storage, peers, configuration, program, machine."""
 _NOT_OF_THE_STATE -= {NonFiniteError.__name__}

@@ -106,13 +106,18 @@ def read_records(storage: Storage) -> Iterator[Record]:
             data = storage.read(f"{paths.LEDGER}/{name}")
         except NotFound:
             continue
-        for line in data.splitlines(keepends=True):
-            try:
-                record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                record = None
-            if isinstance(record, dict):
-                yield record
+        yield from parse(data.splitlines(keepends=True))
+
+
+def parse(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Records of whole lines; what is torn is left out."""
+    for line in lines:
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            yield record
 
 
 def effective(records: Iterable[Record], resume_at: int | None = None) -> tuple[list[Record], int]:

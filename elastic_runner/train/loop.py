@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from elastic_runner.checkpoint.snapshots import Snapshots
 from elastic_runner.data.random import seed_all
 from elastic_runner.errors import LoopError
 from elastic_runner.observability.progress import StepProgress
@@ -17,6 +18,13 @@ class LoopPlace(StepPlace, Protocol):
 
     draining: bool
     """Set once the ranks have agreed to stop."""
+    snapshots: Snapshots
+    """Copies in the node's memory."""
+
+    @property
+    def in_memory_only(self) -> bool:
+        """Whether the state that the attempt began with is nowhere else yet."""
+        ...
 
 
 def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
@@ -45,8 +53,10 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             with place.phase(phase):
                 number = state.step + 1
                 # Ranks that are elsewhere (in a save that was called on rank 0 alone) are noticed before they hang.
-                asked = any(coordinator.gather(f"step {number} begins", place.stop_requested))
-                if asked and number == first:
+                said = coordinator.gather(f"step {number} begins", (place.stop_requested, place.snapshots.report()))
+                place.snapshots.hear([report for _, report in said], state.step)
+                place.snapshots.begins()
+                if any(asked for asked, _ in said) and number == first and not place.in_memory_only:
                     place.draining = True  # nothing has been done that is not saved
                     break
                 step = Step(number, state.data.begin(number), state, place)

@@ -18,6 +18,7 @@ from elastic_runner.data.ledger import LedgerWriter, Tally, effective, read_reco
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
+from elastic_runner.train.lines import StepLines, missing
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,15 @@ class RunRecord(Protocol):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The model after ``step`` was evaluated."""
+        ...
+
+    @property
+    def lines(self) -> StepLines:
+        """Lines of steps that may have to wait."""
+        ...
+
+    def recover(self, lines: bytes, resumed_at: int) -> None:
+        """The attempt continues from a snapshot that these came with: put on record what is not there."""
         ...
 
     def saving(self) -> None:
@@ -64,14 +74,21 @@ class PeerRecord:
     def __init__(self, storage: Storage, *, attempt: int) -> None:
         self._storage = storage
         self._attempt = attempt
+        self.lines = StepLines(lambda line: None, attempt)
 
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Lines that wait are of a course that has ended."""
+        self.lines.hold(False)
 
     def step(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Keep it as long as a snapshot has to carry it."""
+        self.lines.add({"event": "step", **_as_json(record)})
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep it as long as a snapshot has to carry it."""
+        self.lines.add({"event": "evaluation", "step": step, "metrics": _as_json(metrics)})
+
+    def recover(self, lines: bytes, resumed_at: int) -> None:
         """Nothing."""
 
     def saving(self) -> None:
@@ -101,6 +118,8 @@ class MainRecord:
         self._storage = storage
         self._attempt = attempt
         self._ledger = LedgerWriter(storage, attempt)
+        self.lines = StepLines(self._ledger.append, attempt)
+        self._led_here: tuple[int, list[dict[str, Any]], int] | None = None
         self._tally: Tally | None = None
         self._lock = threading.RLock()
         """Of the summary and the tally; never held while the storage is asked."""
@@ -112,7 +131,12 @@ class MainRecord:
 
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
         """Count what led here, then open the ledger of this attempt."""
-        records, lost = effective(read_records(self._storage), resumed_at)
+        self.lines.hold(False)  # the program went back on its own: what was done since is on record as lost
+        known, self._led_here = self._led_here, None
+        if known is not None and known[0] == resumed_at:
+            _, records, lost = known
+        else:
+            records, lost = effective(read_records(self._storage), resumed_at)
         counts = tally(records)
         with self._lock:
             self._tally = counts
@@ -125,10 +149,18 @@ class MainRecord:
         self._append({"event": "start", "resumed_at": resumed_at, **facts})
         self._publish()
 
+    def recover(self, lines: bytes, resumed_at: int) -> None:
+        """Put on record what is not there, before the attempt's own first line."""
+        records, lost = effective(read_records(self._storage), resumed_at)
+        for line in list(missing(lines, records, resumed_at)):
+            self._ledger.append(line)
+            records.append(line)
+        self._led_here = resumed_at, records, lost
+
     def step(self, record: dict[str, Any]) -> None:
         """Add a line; the summary follows at the next save."""
         record = {"event": "step", **_as_json(record)}
-        self._append(record)
+        self.lines.add(record)
         with self._lock:
             if self._tally is not None:
                 self._tally.add(record)
@@ -137,7 +169,7 @@ class MainRecord:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line and renew the summary."""
         values = _as_json(metrics)
-        self._append({"event": "evaluation", "step": step, "metrics": values})
+        self.lines.add({"event": "evaluation", "step": step, "metrics": values})
         self._set(validation=values, validation_step=step)
         self._publish_if_possible()
 
@@ -157,11 +189,13 @@ class MainRecord:
 
     def end(self, status: Status, message: str = "") -> None:
         """Close with ``status``."""
+        if status != "failed":
+            self.lines.hold(False)
         self._set(status=status, message=message)
         self._publish()
 
     def fail(self, message: str, *, consequence: bool) -> None:
-        """Close as failed; the reason of the rank that failed first is kept."""
+        """Close as failed; the reason of the rank that failed first is kept. Lines that wait are not put on record."""
         told = read_summary(self._storage) if consequence else None
         if told is not None and told.attempt == self._attempt and told.status == "failed":
             message = told.message

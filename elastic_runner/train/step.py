@@ -41,6 +41,10 @@ class StepPlace(Place, Protocol):
         """Whether a save beside training has ended in this process."""
         ...
 
+    def progress(self) -> None:
+        """Say that this rank has come on within its phase."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -130,6 +134,7 @@ class Step:
             raise LoopError(f"step {self.number}: step.backward belongs inside 'for batch in step.microbatches()'")
         if loss.numel() != 1:
             raise LoopError(f"step {self.number}: the loss must be one number, its shape is {list(loss.shape)}")
+        self._place.progress()  # before it waits for peers: whoever has not come so far is behind
         units = 0 if self._extra else self._current.samples if tokens is None else tokens
         scale, last = self._scale(), self._done == self._turns - 1
         with torch.autocast(self._place.device.type, enabled=False), exchange(self._state.model, last=last):
@@ -149,6 +154,7 @@ class Step:
             raise LoopError(
                 f"step {self.number}: {self._done} of {self._turns} microbatches had their backward before optimize"
             )
+        self._place.progress()
         loss, units = self._reduce_totals()
         parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
         # Losses were weighted against global_batch units; tokens and the loss scale are put right here.

@@ -28,7 +28,7 @@ class Thorough(Background):
 
 
 class CheckpointingPlace(SoloPlace):
-    """Satisfies ``elastic_runner.checkpoint.checkpointer.CheckpointPlace``."""
+    """Satisfies ``elastic_runner.checkpoint.place.CheckpointPlace``."""
 
     def __init__(self, url: str, options: dict[str, str] | None = None, *, attempt: int = 1) -> None:
         super().__init__()
@@ -59,8 +59,16 @@ class CheckpointingPlace(SoloPlace):
     def saved(self, step: int) -> None:
         self.told.append(step)
 
-    def restored(self, path: str) -> None:
+    def restored(self, path: str | None, *, in_memory: bool = False) -> None:
         self.restored_path = path
+
+    def recovered(self, lines: bytes, step: int) -> None:
+        """There is no ledger."""
+
+    def distrusted(self) -> int:
+        return 0
+
+    target = 1_000_000
 
     def blamed(self) -> dict[str, str]:
         return self.blame
@@ -71,7 +79,7 @@ class CheckpointingPlace(SoloPlace):
 
 @dataclass
 class FinishedStep:
-    """Satisfies ``elastic_runner.checkpoint.checkpointer.FinishedStep``."""
+    """Satisfies ``elastic_runner.checkpoint.place.FinishedStep``."""
 
     number: int
     is_last: bool = False

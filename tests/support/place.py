@@ -7,7 +7,23 @@ from contextlib import contextmanager
 
 import torch
 
+from elastic_runner.checkpoint.snapshot_plan import Memory
+from elastic_runner.checkpoint.snapshots import Snapshots
+from elastic_runner.config import SnapshotConfig
 from elastic_runner.coordination import Coordinator
+
+
+class NoLines:
+    """Satisfies ``elastic_runner.checkpoint.snapshots.Lines``: no line ever waits."""
+
+    def hold(self, on: bool) -> None:
+        """Nothing."""
+
+    def release(self, step: int) -> None:
+        """Nothing."""
+
+    def recent(self) -> bytes:
+        return b""
 
 
 class SoloPlace:
@@ -20,6 +36,7 @@ class SoloPlace:
         self.device = torch.device("cpu")
         self.attempt = 1
         self.seed = seed
+        self.snapshots = Snapshots(SnapshotConfig(), Memory(), NoLines(), self.coordinator, run="", attempt=1)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.marks import Marks
-from elastic_runner.checkpoint.trust import End, Health, blamed, candidates
+from elastic_runner.checkpoint.trust import Health, blamed, candidates, last_of_the_same
 from elastic_runner.errors import NonFiniteError
+from elastic_runner.history import End
 from tests.support.committed import checkpoint
 
 SUSPECT = Marks(suspicions=("step-0000000050/suspect-000001-000002.json",))
@@ -123,3 +124,32 @@ def test_only_what_was_loaded_often_enough_is_blamed(ends: list[End], times: int
     for path, reason in blamed(ends, times).items():
         assert sum(e.restored == path and e.saved is None and e.step is not None for e in ends) >= times
         assert "led" in reason
+
+
+def same(attempt: int, step: int | None = 30, kind: str = "ValueError", **more: bool) -> End:
+    return End(attempt=attempt, kind=kind, step=step, restored="step-0000000020/manifest-000001.json", **more)
+
+
+@pytest.mark.parametrize(
+    ("ends", "times", "newest"),
+    [
+        ([same(2), same(3)], 2, 3),
+        ([same(2)], 2, 0),
+        ([same(2), same(3, step=31)], 2, 0),
+        ([same(2), same(3, kind="TypeError")], 2, 0),
+        ([same(2), same(3, kind="PeerLost"), same(4)], 2, 4),
+        ([same(2), same(3), same(4, step=50)], 2, 0),
+        ([same(2), same(3), same(4)], 3, 4),
+        ([same(2), same(3)], 0, 0),
+        ([same(2, None), same(3, None)], 2, 0),
+        ([], 2, 0),
+    ],
+)
+def test_memory_is_distrusted_after_the_same_failure_again(ends: list[End], times: int, newest: int) -> None:
+    assert last_of_the_same(ends, times) == newest
+
+
+def test_what_went_on_from_memory_does_not_blame_the_checkpoint_behind_it() -> None:
+    """It may be memory that is wrong; only what was restored from storage counts."""
+    assert blamed([same(2), same(3, in_memory=True)], 2) == {}
+    assert list(blamed([same(2), same(3, in_memory=True), same(4)], 2)) == ["step-0000000020/manifest-000001.json"]
