@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from elastic_runner.config import TimeoutConfig
+from elastic_runner.environment import Environment
+from elastic_runner.heartbeat import SIZE, Heart, Lane, read
+from elastic_runner.worker import deadline
 from elastic_runner.worker.deadline import PhaseWatch
+from elastic_runner.worker.limits import ENOUGH, Learned
+from elastic_runner.worker.watches import watches
 
 
 class Expiry:
@@ -131,6 +140,132 @@ def test_close_ends_the_thread() -> None:
     assert watched._thread is not None
     watched._thread.join(10)
     assert not watched._thread.is_alive()
+
+
+class Page:
+    """What the agent would read."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(SIZE)
+        self.heart = Heart(self.memory, Lane.TRAINING, rank=3, position=lambda: (2, 41))
+
+    @property
+    def now(self) -> tuple[str, float, int]:
+        """Phase, limit, progress."""
+        beat = read(self.memory, Lane.TRAINING)
+        assert beat is not None and (beat.rank, beat.attempt, beat.step) == (3, 2, 41)
+        return beat.phase, beat.limit, beat.progress
+
+    @property
+    def since(self) -> float:
+        beat = read(self.memory, Lane.TRAINING)
+        assert beat is not None
+        return beat.since
+
+
+def test_every_change_of_phase_is_a_beat() -> None:
+    page = Page()
+    watched = PhaseWatch({"step": 30, "save": 60}, lambda: "rank 3", heart=page.heart)
+    with watched.phase("step"):
+        entered = page.since
+        assert page.now == ("step", 30, 0)
+        watched.progress()
+        assert page.now == ("step", 30, 1)
+        with watched.phase("save"):
+            assert page.now == ("save", 60, 0)
+            time.sleep(0.05)
+        assert page.now == ("step", 30, 1)
+        assert entered + 0.05 <= page.since <= time.monotonic(), "the outer clock stood still"
+    assert page.now == ("", 0, 0)
+    watched.progress()
+    assert page.now == ("", 0, 0)
+    watched.close()
+
+
+def test_where_the_agent_judges_the_process_acts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "AFTER_AGENT", 0.4)
+    expiry, entered = Expiry(), time.monotonic()
+    watched = PhaseWatch({"step": 0.1}, lambda: "rank 3", expiry, heart=Page().heart)
+    with watched.phase("step"):
+        assert expiry.came.wait(10), "the agent may be stuck itself"
+    assert time.monotonic() - entered >= 0.5
+    assert "longer than 0.1 s" in expiry.messages[0]
+
+
+def test_a_phase_that_repeats_is_judged_by_its_own_durations() -> None:
+    expiry, page = Expiry(), Page()
+    learned = {"step": Learned(2, 0.2)}
+    watched = PhaseWatch({"step": 600, "load": 600}, lambda: "rank 3", expiry, learned=learned, heart=page.heart)
+    for _ in range(ENOUGH):
+        with watched.phase("step"):
+            assert page.now[1] == 600
+    with watched.phase("load"):
+        assert page.now[1] == 600
+    with watched.phase("step"):
+        assert page.now[1] == 0.2
+        beat = read(page.memory, Lane.TRAINING)
+        assert beat is not None and beat.learned
+    watched.close()
+    alone = PhaseWatch({"step": 600}, lambda: "rank 3", expiry, learned=learned)
+    with alone.phase("step"):
+        assert expiry.came.wait(10)
+    assert "timeouts.learned_factor" in expiry.messages[0]
+
+
+def test_what_failed_or_lay_in_an_inner_phase_is_not_learned_from() -> None:
+    learned = Learned(10, 0.001)
+    watched = PhaseWatch({"step": 600, "save": 600}, lambda: "rank 3", Expiry(), learned={"step": learned})
+    for _ in range(ENOUGH):
+        with watched.phase("step"), watched.phase("save"):
+            time.sleep(0.02)
+    with pytest.raises(ZeroDivisionError), watched.phase("step"):
+        time.sleep(0.5)
+        raise ZeroDivisionError
+    watched.close()
+    assert learned.limit(600) < 0.2
+
+
+def test_a_thread_that_wakes_far_too_late_was_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM suspends whole jobs; the clock runs on."""
+    expiry, ahead = Expiry(), [0.0]
+    clock = time.monotonic
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: clock() + ahead[0]))
+    watched = watch(expiry, step=0.3)
+    with watched.phase("step"):
+        while watched._wakes == math.inf:
+            time.sleep(0.001)
+        with watched._changed:  # the thread sleeps
+            ahead[0] = 3600.0  # what passes while nobody runs
+        assert not expiry.came.wait(0.45), "judged by the time of its suspension"
+        assert expiry.came.wait(10), "its clock began anew"
+
+
+def test_both_lanes_are_written_where_an_agent_gave_memory() -> None:
+    handle = os.memfd_create("test")
+    os.ftruncate(handle, SIZE)
+    place = Environment(rank=5, local_rank=1, heartbeats=("/absent", f"/proc/self/fd/{handle}"))
+    said = {"training": lambda: "", "saving": lambda: "", "position": lambda: (1, 7)}
+    training, saving = watches(TimeoutConfig(), place, **said)  # type: ignore[arg-type]
+    with training.phase("step"), saving.phase("save"):
+        page = os.pread(handle, SIZE, 0)
+    beats = [read(bytearray(page), lane) for lane in Lane]
+    assert [(beat.phase, beat.limit, beat.rank, beat.step) for beat in beats if beat] == [
+        ("step", TimeoutConfig().step, 5, 7),
+        ("save", TimeoutConfig().save, 5, 7),
+    ]
+    os.close(handle)
+    for one in (training, saving):
+        one.close()
+
+
+@pytest.mark.parametrize("heartbeats", [(), ("/absent",)])
+def test_without_memory_the_process_judges_itself(heartbeats: tuple[str, ...]) -> None:
+    said = {"training": lambda: "", "saving": lambda: "", "position": lambda: (1, 7)}
+    training, saving = watches(TimeoutConfig(), Environment(heartbeats=heartbeats), **said)  # type: ignore[arg-type]
+    assert training._margin == saving._margin == 0
+    with training.phase("step"):
+        training.progress()
+    training.close()
 
 
 LEAVE = """

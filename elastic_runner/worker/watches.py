@@ -1,0 +1,44 @@
+"""A worker's two clocks: for what the program does, and for the save that goes on beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from elastic_runner.config import TimeoutConfig
+from elastic_runner.environment import Environment
+from elastic_runner.heartbeat import Heart, Lane, open_page
+from elastic_runner.worker.deadline import PhaseWatch
+from elastic_runner.worker.limits import deadlines, learners
+
+log = logging.getLogger(__name__)
+
+
+def watches(
+    timeouts: TimeoutConfig,
+    environment: Environment,
+    *,
+    training: Callable[[], str],
+    saving: Callable[[], str],
+    position: Callable[[], tuple[int, int]],
+) -> tuple[PhaseWatch, PhaseWatch]:
+    """The watch of the program and the one of the save.
+
+    ``training``, ``saving``: describe this process in messages. ``position``: attempt and last finished step.
+    """
+    limits = deadlines(timeouts)
+
+    def heart(lane: Lane) -> Heart | None:
+        if environment.local_rank >= len(environment.heartbeats):
+            return None
+        try:
+            page = open_page(environment.heartbeats[environment.local_rank])
+        except (OSError, ValueError) as error:
+            log.warning("no heartbeat, deadlines are judged in this process: %s", error)
+            return None
+        return Heart(page, lane, rank=environment.rank, position=position)
+
+    return (
+        PhaseWatch(limits, training, learned=learners(timeouts), heart=heart(Lane.TRAINING)),
+        PhaseWatch(limits, saving, heart=heart(Lane.SAVING)),
+    )
