@@ -167,8 +167,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class SnapshotConfig:
+    """Copies of the state in the node's memory, from which a killed worker's step is restored. They need
+    ``elastic-runner launch``, and a loop that calls ``checkpointer.maybe_save`` at the end of every step."""
+
+    enabled: bool = True
+    """Whether they are taken."""
+    every: Positive | None = None
+    """Take one every so many steps. None: every step, or less often to stay within ``share``."""
+    share: Annotated[float, Gt(0)] = 0.05
+    """every = None: the most that snapshots may cost, as a part of the time that steps take."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TimeoutConfig:
-    """Deadlines in seconds, one per phase. Past one, the process prints its stacks and leaves, to be restarted."""
+    """Deadlines in seconds, one per phase. Past one, the launcher gathers the stacks of all ranks and restarts them;
+    without ``elastic-runner launch`` the process prints its own and leaves, to be restarted."""
 
     setup: Seconds = 180
     """Finding the peers and building the process groups."""
@@ -188,6 +202,11 @@ class TimeoutConfig:
     """Leaving the process groups; and, when the program ends by an error, what a save that is going on is given."""
     storage: Seconds = 300
     """One storage operation, retries included."""
+    learned_factor: Annotated[float, Ge(0)] = 10
+    """A step may take so many times the longest of the last steps (a thousand at least), and no more than
+    timeouts.step. 0: only timeouts.step counts."""
+    learned_floor: Seconds = 120
+    """The learned limit of a step is never below this: what comes up now and then, such as a compilation, must fit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -211,6 +230,8 @@ class RunConfig:
     """How the model is spread over ranks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and restoring."""
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
+    """Copies in memory."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     """Deadlines per phase."""
 

@@ -11,7 +11,11 @@ from elastic_runner.errors import ConfigError
 
 CONFIG_FILE = "ELASTIC_RUNNER_CONFIG"
 AGENT_DIR = "ELASTIC_RUNNER_AGENT_DIR"
+HEARTBEATS = "ELASTIC_RUNNER_HEARTBEATS"
+SNAPSHOTS = "ELASTIC_RUNNER_SNAPSHOTS"
 TRACEBACK = "ELASTIC_RUNNER_TRACEBACK"
+_FLIGHT_RECORDER = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Where torch dumps what its collectives were at: the first name is torch 2.13's, the other one older."""
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Signals by which schedulers, agents and people ask a run to stop."""
@@ -39,6 +43,10 @@ class Environment:
     """Where torchelastic wants the first error described."""
     agent_dir: str | None = None
     """Scratch directory of ``elastic-runner launch``, by which worker and launcher find each other."""
+    heartbeats: tuple[str, ...] = ()
+    """The node's heartbeat records, files by local rank; none where the agent is not ours."""
+    snapshots: tuple[tuple[str, ...], ...] = ()
+    """The node's memory for snapshots, files by local rank; none where the agent is not ours."""
     config_file: str | None = None
     """TOML file named by the launcher."""
     traceback: bool = False
@@ -60,9 +68,17 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         run_id=env.get("TORCHELASTIC_RUN_ID", "none"),
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         agent_dir=env.get(AGENT_DIR),
+        heartbeats=tuple(filter(None, env.get(HEARTBEATS, "").split(os.pathsep))),
+        snapshots=_snapshots(env.get(SNAPSHOTS, ""), local_world),
         config_file=env.get(CONFIG_FILE),
         traceback=env.get(TRACEBACK, "0") not in ("", "0"),
     )
+
+
+def flight_recorder(variables: Mapping[str, str] | None = None) -> str | None:
+    """Where torch's flight recorder is told to dump: the beginning of the files' names; None when it is not."""
+    env = os.environ if variables is None else variables
+    return next((env[name] for name in _FLIGHT_RECORDER if env.get(name)), None)
 
 
 def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
@@ -80,6 +96,13 @@ def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     if not 0 <= local_rank < local_world:
         raise ConfigError(f"LOCAL_RANK={local_rank} is not within LOCAL_WORLD_SIZE={local_world}")
     return rank, world, local_rank, local_world
+
+
+def _snapshots(paths: str, local_world: int) -> tuple[tuple[str, ...], ...]:
+    """Paths by local rank; each has as many."""
+    found = tuple(filter(None, paths.split(os.pathsep)))
+    each = len(found) // local_world
+    return tuple(found[rank * each : (rank + 1) * each] for rank in range(local_world)) if each else ()
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

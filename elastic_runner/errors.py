@@ -30,7 +30,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 
@@ -45,6 +45,8 @@ class ExitCode(IntEnum):
     """The command line or the configuration is wrong; nothing was started."""
     DO_NOT_RETRY = 3
     """The program, its model or its checkpoints must be changed first."""
+    UNHEALTHY_NODE = 69
+    """This node needs attention (EX_UNAVAILABLE): start the same command on another one."""
     INTERRUPTED = 75
     """Asked to stop (EX_TEMPFAIL): saved where there was time; start the same command again."""
 
@@ -190,3 +192,10 @@ class Interrupted(ElasticRunnerError):
     """The run was asked to stop, saved its state and can be started again."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+def names(kind: type[ElasticRunnerError]) -> Iterator[str]:
+    """The name of a class of errors, and of those below it."""
+    yield kind.__name__
+    for below in kind.__subclasses__():
+        yield from names(below)

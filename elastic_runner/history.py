@@ -5,20 +5,55 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.trust import End
 from elastic_runner.errors import AlreadyExists, NotFound
 from elastic_runner.storage import Storage
 
+HANG = "Hang"
+"""Kind of an end that the watchdog brought about."""
+FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
+"""Kinds of ends that say nothing of the program: the worker was killed."""
 _RECENT = 64
 """Ends to read: each is a request, at every start."""
 
 
-def write_end(storage: Storage, end: End, *, rank: int, message: str) -> None:
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How an attempt failed."""
+
+    attempt: int
+    """Its number."""
+    kind: str
+    """Type of the error that came first."""
+    step: int | None
+    """The step under way; None before the loop began."""
+    restored: str | None
+    """Path of the manifest that it started from; None: from step 0."""
+    saved: str | None = None
+    """Path of the newest manifest that it committed itself."""
+    rank: int | None = None
+    """The rank that failed first."""
+    message: str = ""
+    """What it said, or what is known of it, in one line."""
+    samples: str = ""
+    """The samples of that step, in words."""
+    in_memory: bool = False
+    """Whether it went on from a snapshot in memory; ``restored`` is then the checkpoint behind that."""
+
+    def went_through(self, path: str) -> bool:
+        """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""
+        if self.restored == path:
+            return True
+        # Not ``saved``: what was still being written when the failure came is not in it, and may be there by now.
+        step, attempt = paths.committed(path) or (0, 0)
+        return attempt == self.attempt and self.step is not None and step < self.step
+
+
+def write_end(storage: Storage, end: End) -> None:
     """Put an end on record, unless another rank has."""
-    record = {**asdict(end), "rank": rank, "message": message, "time": time.time()}
+    record = {**asdict(end), "time": time.time()}
     with suppress(AlreadyExists):
         storage.create(paths.attempt_end(end.attempt), json.dumps(record, indent=1).encode())
 

@@ -10,6 +10,7 @@ SAMPLE = "sample.txt"
 ATTEMPTS = "attempts"
 LEDGER = "ledger"
 CHECKPOINTS = "checkpoints"
+EVIDENCE = "evidence"
 
 _ATTEMPT = re.compile(r"^(\d{6})\.json$")
 _STEP = re.compile(r"^step-(\d+)$")
@@ -45,6 +46,11 @@ def ended_attempt(name: str) -> int | None:
     """The attempt whose end a file name in ``attempts/`` stands for."""
     match = _END.match(name)
     return int(match.group(1)) if match else None
+
+
+def evidence(attempt: int, node: str) -> str:
+    """The directory of what a node gathered of a hang; attempt 0: before the number was known."""
+    return f"{EVIDENCE}/{attempt:06d}/{node}"
 
 
 def ledger_segment(attempt: int, segment: int) -> str:

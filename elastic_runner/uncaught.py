@@ -23,7 +23,8 @@ def exit_by_code() -> None:
             return
         rank, whole, agent_dir = _place()
         final = not error.restartable or isinstance(error, Interrupted)
-        tell(agent_dir, Verdict(code=error.exit_code, message=f"rank {rank}: {kind.__name__}: {error}", final=final))
+        message = f"rank {rank}: {kind.__name__}: {error}"
+        tell(agent_dir, Verdict(code=error.exit_code, message=message, final=final, kind=kind.__name__, rank=rank))
         if whole:
             previous(kind, error, trace)
         elif not isinstance(error, Interrupted):

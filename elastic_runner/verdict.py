@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+_VERDICT, _CONSEQUENCE, _PLACE = "verdict.json", "consequence.json", "run.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -21,45 +23,78 @@ class Verdict:
     """Why, in one line."""
     final: bool
     """Whether starting the workers again would be of no use."""
+    asked: bool = True
+    """An interruption: whether this node was asked to stop. Where only another one was, the others may go on."""
+    consequence: bool = False
+    """Whether the worker only knows that it has lost a peer, whose reason is the better one."""
+    kind: str = ""
+    """Type of the error."""
+    rank: int | None = None
+    """Whose it is."""
+    step: int | None = None
+    """The last finished step; None before the loop began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlace:
-    """Where the run is, for the launcher to say what a killed worker could not."""
+    """Where the run is and how far, for the launcher to say what a killed worker could not."""
 
     url: str
     """The run directory."""
     options: dict[str, str]
     """Options of its filesystem."""
+    attempt: int
+    """The attempt that is running."""
+    restored: str | None = None
+    """Path of the manifest that it started from."""
+    saved: str | None = None
+    """Path of the newest manifest that it committed."""
 
 
 def tell(directory: str | None, verdict: Verdict) -> None:
     """Give the verdict, unless another worker of this attempt was first or there is no launcher of ours."""
     if directory is not None:
-        with suppress(OSError), Path(directory, "verdict.json").open("x") as file:
+        name = _CONSEQUENCE if verdict.consequence else _VERDICT
+        with suppress(OSError), Path(directory, name).open("x") as file:
             json.dump(asdict(verdict), file)
 
 
 def read(directory: str) -> Verdict | None:
     """The verdict on the attempt that has ended; None when every worker was killed before it could say."""
-    with suppress(OSError, ValueError, TypeError):
-        return Verdict(**json.loads(Path(directory, "verdict.json").read_text()))
+    for name in (_VERDICT, _CONSEQUENCE):
+        with suppress(OSError, ValueError, TypeError):
+            return Verdict(**json.loads(Path(directory, name).read_text()))
+    return None
+
+
+def encode(verdict: Verdict) -> str:
+    """As one line of text, for other nodes."""
+    return json.dumps(asdict(verdict))
+
+
+def decode(text: str) -> Verdict | None:
+    """What ``encode`` made; None for any other text."""
+    with suppress(ValueError, TypeError):
+        return Verdict(**json.loads(text))
     return None
 
 
 def clear(directory: str) -> None:
     """Before the next attempt."""
-    Path(directory, "verdict.json").unlink(missing_ok=True)
+    for name in (_VERDICT, _CONSEQUENCE, _PLACE):
+        Path(directory, name).unlink(missing_ok=True)
 
 
 def place(directory: str | None, run: RunPlace) -> None:
-    """Say where the run is."""
+    """Say where the run is; by one worker of a node."""
     if directory is not None:
-        Path(directory, "run.json").write_text(json.dumps(asdict(run)))
+        new = Path(directory, f"{_PLACE}.new")
+        new.write_text(json.dumps(asdict(run)))
+        new.replace(Path(directory, _PLACE))
 
 
 def read_place(directory: str) -> RunPlace | None:
     """Where the run is; None when no worker got so far."""
     with suppress(OSError, ValueError, TypeError):
-        return RunPlace(**json.loads(Path(directory, "run.json").read_text()))
+        return RunPlace(**json.loads(Path(directory, _PLACE).read_text()))
     return None

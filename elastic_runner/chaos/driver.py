@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from elastic_runner import paths
-from elastic_runner.data.ledger import Record, read_records
+from elastic_runner.data.ledger import Record, parse
+from elastic_runner.launch.processes import descendants
 from elastic_runner.storage import LocalStorage
 
 _LOOK_EVERY = 0.05
@@ -40,16 +41,6 @@ def kill_tree(pid: int) -> None:
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, their children, and so on."""
-    family = [pid]
-    for parent in family:
-        for children in Path("/proc").glob(f"{parent}/task/*/children"):
-            with suppress(OSError):
-                family.extend(int(child) for child in children.read_text().split())
-    return family[1:]
 
 
 def launch_command(workers: int, *script: str) -> list[str]:
@@ -95,12 +86,15 @@ class ObservedRun:
 
     def records(self) -> Iterator[Record]:
         """Ledger records as they appear, until the launcher has ended and all are given."""
-        given = 0
+        read: dict[Path, int] = {}
         while True:
             ended = self.process.poll() is not None
-            records = list(read_records(self._storage))
-            yield from records[given:]
-            given = len(records)
+            for piece in sorted((self.run_dir / paths.LEDGER).glob("*")):
+                with piece.open("rb") as file:
+                    file.seek(read.get(piece, 0))
+                    lines = [line for line in file if line.endswith(b"\n")]
+                read[piece] = read.get(piece, 0) + sum(map(len, lines))
+                yield from parse(lines)
             if ended:
                 return
             time.sleep(_LOOK_EVERY)

@@ -33,7 +33,8 @@ verbs:
   checkpoint prune URL --keep N [--dry-run]           delete those that nothing keeps, or only say which and why
 
 exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or configuration ·
-            3 do not retry: program, model or checkpoints must change · 75 interrupted, start again
+            3 do not retry: program, model or checkpoints must change ·
+            69 this node is unhealthy, start again on another · 75 interrupted, start again
 
 'elastic-runner VERB --help' says more. ELASTIC_RUNNER_TRACEBACK=1 shows whole tracebacks."""
 

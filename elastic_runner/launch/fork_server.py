@@ -1,13 +1,13 @@
 """The fork server: imports what every worker imports once, then makes workers by fork, in milliseconds.
 
-Run by the agent as a process of its own, with a socket as its standard input. A request is one JSON line: ``argv`` (the
-script, or ``-m`` and a module, and arguments), ``env`` and files for the output. The answers are JSON lines: ``pid``,
-or ``refused`` with the reason why a fork is not safe here; and ``exited`` with a ``code`` as in ``Popen.returncode``.
+Run by the agent as a process of its own, with a socket as its standard input. A request is one JSON line: ``command``,
+``fork`` (whether it may be forked: a script of this Python, after ``python -u``), ``env`` and files for the output. The
+answers are JSON lines: ``pid``, with ``unsafe`` (why it was not forked); and ``exited`` with a ``code`` as in
+``Popen.returncode``. When the socket closes, whatever ended the agent, this process kills all that came of it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elastic_runner.launch.processes import adopt_orphans, die_with_parent, end_descendants
+
 MODULES = (
     "numpy",
     "torch",
@@ -36,30 +38,30 @@ MODULES = (
 )
 """Imported before the first fork, where they are installed."""
 
-_PR_SET_PDEATHSIG = 1
+_ENDING = 5.0
+"""Seconds for what was killed to be gone."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Meant for the workers; the agent tells this process by the socket."""
 
 
 def main(modules: Sequence[str]) -> None:
     """Serve until the socket closes; in a forked worker, run its script instead."""
-    die_with_parent()
+    adopt_orphans()
     for name in modules:
         with suppress(ImportError):  # the worker will say so itself, if it needs it
             importlib.import_module(name)
     request = _serve(socket.socket(fileno=0))
-    if request is not None:
+    if request is None:
+        signal.set_wakeup_fd(-1)
+        end_descendants(_ENDING)
+    else:
         _become(request)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, whatever ends it. Linux only."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """Answer requests; returns in the child with the request that made it, and in the server when it is over."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # for the workers; the agent tells this process by the socket
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -67,12 +69,13 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
     selector.register(connection, selectors.EVENT_READ)
     selector.register(wake, selectors.EVENT_READ)
     pending = b""
+    workers: set[int] = set()
     while True:
         for key, _ in selector.select():
             if key.fd == wake:
                 with suppress(BlockingIOError):
                     os.read(wake, 4096)
-                _report_exits(connection)
+                _report_exits(connection, workers)
                 continue
             data = connection.recv(1 << 20)
             if not data:
@@ -80,17 +83,25 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                if reason := why_not_to_fork():
-                    _say(connection, {"refused": reason})
-                elif pid := os.fork():
-                    _say(connection, {"pid": pid})
-                else:
+                answer = _make(request)
+                if answer is None:
                     signal.set_wakeup_fd(-1)
                     selector.close()
                     connection.close()
                     for handle in (wake, woken):
                         os.close(handle)
                     return request
+                workers.add(answer.get("pid", 0))
+                _say(connection, answer)
+
+
+def _make(request: dict[str, Any]) -> dict[str, Any] | None:
+    """Start a worker; the answer, or None in the child that is to become it."""
+    unsafe = why_not_to_fork() if request["fork"] else ""
+    if unsafe or not request["fork"]:
+        return _execute(request) | {"unsafe": unsafe}
+    pid = os.fork()
+    return {"pid": pid, "unsafe": ""} if pid else None
 
 
 def why_not_to_fork() -> str:
@@ -103,7 +114,24 @@ def why_not_to_fork() -> str:
     return ""
 
 
-def _report_exits(connection: socket.socket) -> None:
+def _execute(request: dict[str, Any]) -> dict[str, Any]:
+    """Start the command as it stands. Not by a fork of Python: other threads of this process may hold its locks."""
+    command, env = request["command"], request["env"]
+    files: list[Any] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+    for name, handle in (("stdout", 1), ("stderr", 2)):
+        if request[name]:
+            files.append((os.POSIX_SPAWN_OPEN, handle, request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
+    try:
+        pid = os.posix_spawnp(
+            command[0], command, env, file_actions=files, setsid=True, setsigdef=(*_IGNORED, signal.SIGCHLD)
+        )
+    except OSError as error:
+        return {"failed": f"{command[0]} cannot be started: {error.strerror}"}
+    return {"pid": pid}
+
+
+def _report_exits(connection: socket.socket, workers: set[int]) -> None:
+    """Also what workers have left behind ends here; nobody has asked for that."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -111,7 +139,9 @@ def _report_exits(connection: socket.socket) -> None:
             return
         if not pid:
             return
-        _say(connection, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
+        if pid in workers:
+            workers.remove(pid)
+            _say(connection, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 def _say(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -135,7 +165,8 @@ def _become(request: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _start_anew()
-    module, script, *arguments = request["argv"] if request["argv"][0] == "-m" else ["", *request["argv"]]
+    argv = request["command"][2:]  # after python -u
+    module, script, *arguments = argv if argv[0] == "-m" else ["", *argv]
     sys.argv = [script, *arguments]
     if module:
         sys.path[0] = str(Path.cwd())
@@ -166,4 +197,4 @@ def _start_anew() -> None:
 
 if __name__ == "__main__":
     assert threading.current_thread() is threading.main_thread()
-    main([*MODULES, *sys.argv[1:]])
+    main(sys.argv[1:])

@@ -15,58 +15,113 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from elastic_runner.launch.fork_server import MODULES
+from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants
+
 log = logging.getLogger(__name__)
 
-
-class NoFork(Exception):
-    """The fork server cannot make this worker; the reason is in words."""
+_ENDING = 10.0
+"""Seconds for the server to end all that it has started."""
 
 
 class ForkServer:
-    """The server as its agent sees it. ``modules``: imported there besides our own list."""
+    """The server as its agent sees it. ``modules``: imported there besides our own list, if it is to ``fork``.
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
+    One that was killed takes its workers with it; the next worker is made by a new one.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), *, fork: bool = True) -> None:
+        adopt_orphans()  # what the server has not ended, should it be killed
+        self._others = children(os.getpid())
+        self._modules = (*MODULES, *modules) if fork else ()
+        self._fork = fork
+        self._told = False
+        self._server = _Server(self._modules, self._others)
+
+    def spawn(
+        self, command: Sequence[str], env: Mapping[str, str], *, stdout: str = "", stderr: str = ""
+    ) -> ForkedProcess:
+        """Start a worker, by fork where it is a Python script. ``stdout``, ``stderr``: files. Raises OSError."""
+        if self._server.over:
+            self._server.close()
+            self._server = _Server(self._modules, self._others)
+        process, unsafe = self._server.spawn(
+            {
+                "command": list(command), "env": dict(env), "fork": self._fork and _is_script(command),
+                "stdout": stdout, "stderr": stderr,
+            }
+        )  # fmt: skip
+        if unsafe and not self._told:
+            log.warning("workers are started by exec, which takes seconds: %s", unsafe)
+            self._told = True
+        return process
+
+    def sweep(self) -> None:
+        """Kill what workers that have ended have left behind."""
+        for pid in descendants(self._server.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the server, and with it every worker that is still there."""
+        self._server.close()
+
+
+class _Server:
+    """One process of it. ``others``: children of this process that are none of its business."""
+
+    def __init__(self, modules: Sequence[str], others: Sequence[int]) -> None:
         ours, its = socket.socketpair()
         command = [sys.executable, "-m", "elastic_runner.launch.fork_server", *modules]
         # A math library that made its threads when it was imported could not be forked.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with its:
-            self._server = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
+            self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
+        self.pid = self._process.pid
+        self.over = False
+        """Whether it has ended."""
+        self._others = others
+        self._closing = False
         self._connection = ours
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._processes: dict[int, ForkedProcess] = {}
         self._early: dict[int, int] = {}
         self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="fork server", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="fork server", daemon=True)
+        self._thread.start()
 
-    def spawn(self, request: dict[str, Any]) -> ForkedProcess:
-        """Make a worker. Raises NoFork."""
-        try:
-            self._connection.sendall(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            raise NoFork(f"the fork server is gone: {error}") from error
+    def spawn(self, request: dict[str, Any]) -> tuple[ForkedProcess, str]:
+        """A worker, and why it was not forked. Raises OSError."""
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
         answer = self._answers.get()
         if "pid" not in answer:
-            raise NoFork(answer["refused"])
+            raise OSError(answer["failed"])
         process = ForkedProcess(answer["pid"])
         with self._lock:
             self._processes[process.pid] = process
             if process.pid in self._early:
                 process.ended(self._early.pop(process.pid))
-        return process
+        return process, answer["unsafe"]
 
     def close(self) -> None:
-        """End the server, and with it every worker that is still there."""
+        """End it, and with it all that it has started."""
+        self._closing = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join(2 * _ENDING)
         self._connection.close()
-        self._server.kill()
-        self._server.wait()
 
     def _listen(self) -> None:
         """Thread: what the server says."""
@@ -77,7 +132,11 @@ class ForkServer:
                     self._ended(message["exited"], message["code"])
                 else:
                     self._answers.put(message)
-        self._answers.put({"refused": "the fork server has ended"})
+        if not self._closing:
+            log.error("the fork server has ended, and its workers with it")
+            end_descendants(_ENDING, spared=self._others)
+        self.over = True
+        self._answers.put({"failed": "the fork server has ended"})
         with self._lock:
             for process in self._processes.values():
                 process.ended(-signal.SIGKILL)  # the kernel kills them with it
@@ -117,24 +176,14 @@ class ForkedProcess:
 
 
 @contextmanager
-def forked_workers(modules: Sequence[str] = ()) -> Iterator[None]:
-    """Within, torch's agent makes Python workers by fork, and by exec what cannot be forked."""
-    server = ForkServer(modules)
-    told = [False]
+def workers_by(server: ForkServer) -> Iterator[None]:
+    """Within, torch's agent has its workers made by ``server``, which is closed at the end."""
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-            script = _script(args)
-            if script is not None:
-                streams = {"stdout": self._stdout, "stderr": self._stderr}
-                files = {name: str(file.name) if file else "" for name, file in streams.items()}
-                try:
-                    return cast(Any, server.spawn({"argv": script, "env": dict(env), **files}))
-                except NoFork as reason:
-                    if not told[0]:
-                        log.warning("workers are started by exec, which takes seconds: %s", reason)
-                    told[0] = True
-            return cast("subprocess.Popen[bytes]", super()._popen(args, env))
+            streams = {"stdout": self._stdout, "stderr": self._stderr}
+            files = {name: str(file.name) if file else "" for name, file in streams.items()}
+            return cast(Any, server.spawn(args, env, **files))
 
         def close(self, death_sig: signal.Signals | None = None) -> None:
             # One that has ended is not ours to wait for: its pid is gone before its exit code has come here.
@@ -150,12 +199,9 @@ def forked_workers(modules: Sequence[str] = ()) -> Iterator[None]:
         server.close()
 
 
-def _script(args: tuple[str, ...]) -> list[str] | None:
-    """Script (or -m and module) and arguments of a command line of this Python; None for any other command."""
-    command, *rest = args
-    if os.path.realpath(command) != os.path.realpath(sys.executable) or rest[:1] != ["-u"]:
-        return None
-    return rest[1:]
+def _is_script(command: Sequence[str]) -> bool:
+    """Whether it is this Python with a script, or -m and a module."""
+    return os.path.realpath(command[0]) == os.path.realpath(sys.executable) and list(command[1:2]) == ["-u"]
 
 
-__all__ = ["ForkServer", "ForkedProcess", "NoFork", "forked_workers"]
+__all__ = ["ForkServer", "ForkedProcess", "workers_by"]

@@ -1,40 +1,42 @@
-"""``elastic-runner launch``: torchrun's own command line and agent, with defaults and exit codes of ours.
+"""``elastic-runner launch``: torchrun's own command line, with an agent, defaults and exit codes of ours.
 
-What stock torchrun 2.13 does and this changes: the store is not shared across restarts; three restarts are allowed,
-and none where a worker says that none can help; SIGUSR1 is a notice like SIGTERM; draining workers have ten minutes
-instead of 30 s; the exit code is the documented one of the worker that failed first, and the summary says why.
+What stock torchrun 2.13 does and this changes: workers start by fork, in a store of their own per attempt; an attempt
+ends by events, not by looks; a hang is noticed; restarts are counted by cause and given back by progress, and there is
+none where none can help; SIGUSR1 is a notice like SIGTERM; draining workers have ten minutes instead of 30 s; the exit
+code is the documented one of the worker that failed first, and the summary says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import logging
 import os
-import signal
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR
-from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode, PeerLost, PhaseTimeout
-from elastic_runner.launch.agent import EndOfJob, heeding_verdicts
-from elastic_runner.launch.forking import forked_workers
+from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
+from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
+from elastic_runner.launch.forking import ForkServer, workers_by
+from elastic_runner.launch.options import budgets, by_itself, parse
+from elastic_runner.launch.rendezvous.handler import JobEnded
+from elastic_runner.launch.restart import default_policies
 from elastic_runner.observability.summary import decode, encode
 from elastic_runner.storage import open_storage
-from elastic_runner.verdict import Verdict
+from elastic_runner.verdict import RunPlace, Verdict
 
-MAX_RESTARTS = 3
+log = logging.getLogger(__name__)
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Forwarded to the workers, which drain."""
-
-DRAIN_SECONDS = 600
-"""Given to workers to finish a step and a save after a signal, before they are killed; torchrun's is 30."""
+_PREFIX = "elastic-runner-agent-"
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -42,97 +44,74 @@ def launch(arguments: Sequence[str]) -> int:
 
     Raises ConfigError for values that torchrun cannot use.
     """
-    parser = torchrun.get_args_parser()
-    parser.prog = "elastic-runner launch"
-    ours = parser.add_argument_group("elastic-runner")
-    ours.add_argument(
-        "--start-by", choices=["fork", "exec"], default="fork",
-        help="fork: workers come from a process that has imported torch already. exec: a new interpreter each.",
-    )  # fmt: skip
-    ours.add_argument(
-        "--preload", action="append", default=[], metavar="MODULE",
-        help="Import this, too, before workers are forked. It must start no thread and not touch CUDA.",
-    )  # fmt: skip
-    known = vars(parser.parse_args(["script"]))
-    defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
-    parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
-    options = parser.parse_args(list(arguments))
+    options = parse(arguments)
+    policies = default_policies(budgets(options))
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
-    starting = forked_workers(options.preload) if options.start_by == "fork" else nullcontext()
-    with _agent_directory() as directory, heeding_verdicts(directory), starting:
-        try:
-            torchrun.run(options)
-        except EndOfJob as end:
-            return _ended(end.verdict)
-        except ChildFailedError as error:
-            return _ended(verdict.read(directory) or _killed(directory, error))
-        except SignalException as error:
-            unsaved = Verdict(
-                code=ExitCode.INTERRUPTED,
-                message=f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands",
-                final=True,
-            )
-            return _ended(verdict.read(directory) or unsaved)
-        except RendezvousError as error:  # also when another node has ended the job
-            gone = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
-            return _ended(verdict.read(directory) or gone)
-        except ValueError as error:
-            raise ConfigError(f"torchrun: {error}") from error
-    return ExitCode.FINISHED
-
-
-def _ended(given: Verdict) -> int:
+    with _agent_directory() as directory:
+        by_itself(options, directory)
+        server = ForkServer(options.preload, fork=options.start_by == "fork")
+        plan = Plan(directory=directory, policies=policies, sweep=server.sweep, notice_file=options.notice_file)
+        with agents_by(plan), workers_by(server):
+            given = _run(options, str(directory))
+        _mark_failed(str(directory), given)
     if given.code != ExitCode.FINISHED:
         print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)
     return given.code
 
 
-def _killed(directory: str, error: ChildFailedError) -> Verdict:
-    """No worker could say why: the one that was killed could not, and its peers know only that they lost it."""
-    rank, failure = root_cause(error.failures)
-    how = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    message = f"rank {rank} ended first: {how}"
-    _mark_failed(directory, message)
-    code = failure.exitcode if failure.exitcode in set(ExitCode) else ExitCode.FAILED
-    return Verdict(code=int(code), message=message, final=False)
-
-
-def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure the others' follow from.
-
-    torch goes by time stamps, but a killed worker leaves none and its peers report the broken connection. So: a
-    death by signal (but the agent's own SIGTERM), else an error that is not about a peer, else the earliest.
-    """
-
-    def order(item: tuple[int, ProcessFailure]) -> tuple[int, int]:
-        failure = item[1]
-        if failure.exitcode < 0:
-            return (3 if failure.exitcode == -signal.SIGTERM else 0), failure.timestamp
-        about_a_peer = any(kind.__name__ in str(failure.message) for kind in (PeerLost, PhaseTimeout))
-        return (2 if about_a_peer else 1), failure.timestamp
-
-    return min(failures.items(), key=order)
+def _run(options: object, directory: str) -> Verdict:
+    """How it ended, in the words of whoever knows best."""
+    try:
+        torchrun.run(options)
+    except EndOfJob as end:
+        return end.verdict
+    except SignalException as error:
+        said = verdict.read(directory)
+        if said is not None and not said.consequence:
+            return said
+        message = f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands"
+        return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
+    except JobEnded as error:
+        elsewhere = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
+        return verdict.decode(error.reason) or elsewhere
+    except RendezvousError as error:
+        return Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
+    except ValueError as error:
+        raise ConfigError(f"torchrun: {error}") from error
+    return Verdict(code=ExitCode.FINISHED, message="", final=True)
 
 
 @contextmanager
-def _agent_directory() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="elastic-runner-agent-") as directory:
+def _agent_directory() -> Iterator[Path]:
+    """Scratch, held by a lock for as long as this process lives; what killed agents have left is swept."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
         os.environ[AGENT_DIR] = directory
         try:
-            yield directory
+            yield Path(directory)
         finally:
             del os.environ[AGENT_DIR]
+            os.close(handle)
 
 
-def _mark_failed(directory: str, reason: str) -> None:
-    """Say in the run's summary what a worker could not say itself."""
-    run = verdict.read_place(directory)
-    if run is None:
+def _mark_failed(directory: str, given: Verdict) -> None:
+    """Say in the run's summary what a killed worker could not say itself."""
+    run: RunPlace | None = verdict.read_place(directory)
+    if run is None or given.code in (ExitCode.FINISHED, ExitCode.INTERRUPTED):
         return
     with suppress(ElasticRunnerError, ValueError):
         storage = open_storage(run.url, run.options)
         summary = decode(storage.read(paths.SUMMARY))
-        if summary.status in ("running", "failed"):
-            storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=reason)))
+        if summary.status == "running":
+            storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=given.message)))

@@ -17,13 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic_runner import paths, verdict
+from elastic_runner import history, paths, stacks, verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
-from elastic_runner.checkpoint.trust import End, blamed
+from elastic_runner.checkpoint.snapshot_plan import Memory, run_identity
+from elastic_runner.checkpoint.snapshots import Snapshots
+from elastic_runner.checkpoint.trust import blamed, last_of_the_same
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
+from elastic_runner.data.source import Span
 from elastic_runner.environment import Environment, read_environment
 from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, SaveFailed
 from elastic_runner.observability.logs import ensure_logging
@@ -39,11 +42,11 @@ from elastic_runner.train.synchronize import make_buffers_equal
 from elastic_runner.uncaught import exit_by_code
 from elastic_runner.verdict import RunPlace, Verdict
 from elastic_runner.worker import attempt as attempts
-from elastic_runner.worker import history, report
-from elastic_runner.worker.deadline import PhaseWatch
+from elastic_runner.worker import report
 from elastic_runner.worker.device import choose_backend, choose_device
 from elastic_runner.worker.process_group import connect, start_groups
 from elastic_runner.worker.signals import StopNotice
+from elastic_runner.worker.watches import watches
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Worker:
     device: torch.device
     attempt: int
     record: RunRecord
+    snapshots: Snapshots
 
     def __init__(self, config: RunConfig) -> None:
         exit_by_code()
@@ -82,13 +86,15 @@ class Worker:
         self._notice = StopNotice()
         self._state: TrainState | None = None
         self._restored: str | None = None
+        self._in_memory = False
         self._saved_step: int | None = None
+        self._span: Span | None = None
         self._error: BaseException | None = None
         self._told = False
-        limits = {name: getattr(config.timeouts, name) for name in type(config.timeouts).__dataclass_fields__}
-        self._watch = PhaseWatch(limits, self._where)
-        # A save beside training has a clock of its own.
-        self._save_watch = PhaseWatch(limits, self._where_saving)
+        self._watch, self._save_watch = watches(
+            config.timeouts, self._environment,
+            training=self._where, saving=self._where_saving, position=self._position,
+        )  # fmt: skip
         self.background = Background(lambda: self._save_watch.phase("save"))
 
     @property
@@ -129,9 +135,15 @@ class Worker:
             host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{host}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
+    @property
+    def _agent(self) -> str:
+        """What ranks that were started by the same agent have in common."""
+        return f"{self.node}/{self._environment.agent_dir or ''}"
+
     def __enter__(self) -> Worker:
         env, config = self._environment, self.config
         ensure_logging(f"[{socket.gethostname()}:{env.rank}]")
+        stacks.answer_requests(env.agent_dir)
         self._excepthook = sys.excepthook
         hook = sys.excepthook = report.leave_at_once_on(lambda error: error is self._error, self._tell)
         try:
@@ -179,7 +191,9 @@ class Worker:
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
         self._state = state
-        return run_steps(state, self)
+        for step in run_steps(state, self):
+            self._span = step.span
+            yield step
 
     def evaluate(
         self,
@@ -229,6 +243,10 @@ class Worker:
         """Enter a named phase, whose deadline is ``timeouts.<name>``."""
         return self._watch.phase(name)
 
+    def progress(self) -> None:
+        """Say that this rank has come on within its step: the launcher tells by it who is behind. Microseconds."""
+        self._watch.progress()
+
     def check_fence(self) -> None:
         """Raise Fenced when a newer attempt has taken over the run."""
         attempts.check_fence(self.storage, self.attempt)
@@ -245,9 +263,28 @@ class Worker:
         """Checkpoints that led to the same failure ``checkpoint.demote_after`` times: path of the manifest and why."""
         return blamed(history.read_ends(self.storage), self.config.checkpoint.demote_after)
 
-    def restored(self, path: str) -> None:
-        """Remember the manifest that this attempt starts from: if it fails, that goes on record. On every rank."""
-        self._restored = path
+    def restored(self, path: str | None, *, in_memory: bool = False) -> None:
+        """Remember what this attempt starts from: if it fails, that goes on record. On every rank."""
+        self._restored, self._in_memory = path, in_memory
+        self._tell_place()
+
+    def recovered(self, lines: bytes, step: int) -> None:
+        """Put ledger lines that came with a snapshot on record, where they are not."""
+        self.record.recover(lines, step)
+
+    def distrusted(self) -> int:
+        """The attempt up to which memory is distrusted: the last ``checkpoint.demote_after`` failed the same way."""
+        return last_of_the_same(history.read_ends(self.storage), self.config.checkpoint.demote_after)
+
+    @property
+    def target(self) -> int:
+        """The run's last step."""
+        return self.config.training.max_steps
+
+    @property
+    def in_memory_only(self) -> bool:
+        """Whether the state that the attempt began with is nowhere else yet."""
+        return self._in_memory and self._saved_step is None
 
     def committed(self, step: int) -> None:
         """Put a durable checkpoint on record; beside training."""
@@ -256,6 +293,8 @@ class Worker:
     def saved(self, step: int) -> None:
         """Know of a durable checkpoint."""
         self._saved_step = step
+        self.record.lines.saved(step)
+        self._tell_place()
 
     def not_saved(self, step: int, reason: str, *, skipped: bool) -> None:
         """Report a save that was skipped or has failed; training goes on."""
@@ -294,17 +333,43 @@ class Worker:
         facts = {"world_size": self.world_size, "workers": [{"host": h, "pid": p} for h, p in pids]}
         self.attempt, taken = self.coordinator.once("attempt", lambda: self._take_attempt(facts))
         restarts = taken - 1
+        self._tell_place()
         self.record = PeerRecord(self.storage, attempt=self.attempt)
         if self.is_main:
             self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
             log.info("attempt %d of %s: %s", self.attempt, self.storage.url, placed)
+        self.snapshots = self._open_snapshots()
         seed_all(self.seed, "init")
+
+    def _open_snapshots(self) -> Snapshots:
+        env, config = self._environment, self.config
+        memory = Memory(files=env.snapshots, local_rank=env.local_rank, node=self.node)
+        run = run_identity(config.run_dir, config.checkpoint.url, config.seed)
+        return Snapshots(
+            config.snapshot, memory, self.record.lines, self.checkpoint_coordinator, run=run, attempt=self.attempt
+        )
 
     def _take_attempt(self, facts: Mapping[str, Any]) -> tuple[int, int]:
         number = attempts.begin_attempt(self.storage, dict(facts))
-        verdict.place(self._environment.agent_dir, RunPlace(url=self.run_url, options=self.storage_options))
         return number, len(attempts.attempts(self.storage))
+
+    def _tell_place(self) -> None:
+        """Let the launcher of this node know of the run, in case that no worker will be able to."""
+        if self.is_local_main:
+            place = RunPlace(
+                url=self.run_url,
+                options=self.storage_options,
+                attempt=self.attempt,
+                restored=self._restored,
+                saved=self._saved_path,
+            )
+            verdict.place(self._environment.agent_dir, place)
+
+    @property
+    def _saved_path(self) -> str | None:
+        """The newest manifest of this attempt."""
+        return None if self._saved_step is None else paths.manifest(self._saved_step, self.attempt)
 
     def _finish(self) -> Interrupted | None:
         step, target = (self._state.step if self._state else 0), self.config.training.max_steps
@@ -312,18 +377,21 @@ class Worker:
             unsaved = self.background.outcome()  # the program left the loop while a save was going on
         if unsaved is not None:
             raise unsaved
-        self.coordinator.gather("finish", step)
+        asked = self.coordinator.gather("finish", (self._agent, self.stop_requested))
         begun = self._state.begun_at if self._state else step
-        kept = "saved" if self._saved_step == step or step == begun else "NOT saved (call checkpointer.maybe_save)"
+        unchanged = step == begun and not self.in_memory_only
+        kept = "saved" if self._saved_step == step or unchanged else "NOT saved (call checkpointer.maybe_save)"
         status: Status = "finished" if step >= target else "interrupted"
         message = "" if status == "finished" else f"{self._why_so_early()}; {kept} at step {step} of {target}"
         self.record.end(status, message)
         if self.is_main and (status == "finished" or not self.draining):
             log.info("%s: %s", message or f"{status} at step {step} of {target}", self.storage.url)
+        self.snapshots.clear()  # nobody will ask for them
         # The others leave after the summary is written: their end makes the launcher end everybody.
         self.coordinator.gather("finished", None)
         code = ExitCode.INTERRUPTED if self.draining and status == "interrupted" else ExitCode.FINISHED
-        self._tell_launcher(code, message, final=True)
+        here = any(stop for agent, stop in asked if agent == self._agent)
+        self._tell_launcher(Verdict(code=code, message=message, final=True, asked=here))
         if code == ExitCode.FINISHED:
             return None
         return Interrupted(f"{message}. Start the same command again to continue.")
@@ -333,8 +401,8 @@ class Worker:
             return "the program left the loop"
         return f"asked to stop ({self._notice.received or 'by another rank'})"
 
-    def _tell_launcher(self, code: int, message: str, *, final: bool) -> None:
-        verdict.tell(self._environment.agent_dir, Verdict(code=code, message=message, final=final))
+    def _tell_launcher(self, given: Verdict) -> None:
+        verdict.tell(self._environment.agent_dir, given)
 
     def _fail(self, error: BaseException) -> None:
         """Say and record the reason; no collective of our own, since peers may be gone."""
@@ -351,9 +419,17 @@ class Worker:
             return
         message = f"rank {self.rank}: {type(error).__name__}: {error}"[:500]
         consequence = report.is_consequence(error)
-        if not consequence:
-            final = isinstance(error, ElasticRunnerError) and not error.restartable
-            self._tell_launcher(report.exit_code(error), message, final=final)
+        self._tell_launcher(
+            Verdict(
+                code=report.exit_code(error),
+                message=message,
+                final=isinstance(error, ElasticRunnerError) and not error.restartable,
+                consequence=consequence,
+                kind=type(error).__name__,
+                rank=self.rank,
+                step=self._state.step if self._state else None,
+            )
+        )
         self._error = error
         with suppress(Exception):
             report.record_for_agent(error)
@@ -382,14 +458,18 @@ class Worker:
     def _record_failure(self, error: BaseException, message: str, consequence: bool) -> None:
         try:
             if not consequence:
-                end = End(
+                end = history.End(
                     attempt=self.attempt,
                     kind=type(error).__name__,
                     step=self._state.step + 1 if self._state else None,
                     restored=self._restored,
-                    saved=None if self._saved_step is None else paths.manifest(self._saved_step, self.attempt),
+                    in_memory=self._in_memory,
+                    saved=self._saved_path,
+                    rank=self.rank,
+                    message=message,
+                    samples=_samples(self._span),
                 )
-                history.write_end(self.storage, end, rank=self.rank, message=message)
+                history.write_end(self.storage, end)
         finally:
             self.record.fail(message, consequence=consequence)
 
@@ -406,6 +486,9 @@ class Worker:
         self._notice.restore()
         sys.excepthook = self._excepthook
 
+    def _position(self) -> tuple[int, int]:
+        return getattr(self, "attempt", 0), self._state.step if self._state else -1
+
     def _where(self) -> str:
         done = self._state.step if self._state else None
         return report.where_am_i(self.rank, self.world_size, self._watch.current, done)
@@ -418,6 +501,10 @@ class Worker:
         if not self._told:
             self._told = True
             report.tell(error, self._where(), with_traceback=self._environment.traceback)
+
+
+def _samples(span: Span | None) -> str:
+    return "" if span is None else f"epoch {span.epoch}, positions {span.first} to {span.last - 1}"
 
 
 __all__ = ["AlreadyFinished", "Worker"]

@@ -6,16 +6,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_runner.chaos.driver import descendants, launch_command
-from elastic_runner.launch.forking import ForkedProcess, ForkServer, NoFork
+from elastic_runner.chaos.driver import launch_command
+from elastic_runner.launch.forking import ForkedProcess, ForkServer
+from elastic_runner.launch.processes import descendants
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ class Script:
         argv = ["-m", "the_script", *arguments] if module else [str(path), *arguments]
         environment = {**os.environ, **(env or {})}
         files = {name: str(self.directory / name) for name in ("stdout", "stderr")}
-        return self.server.spawn({"argv": argv, "env": environment, **files})
+        return self.server.spawn([sys.executable, "-u", *argv], environment, **files)
 
     def run(self, text: str, *arguments: str, **how: Any) -> tuple[int, str, str]:
         code = self.start(text, *arguments, **how).wait(60)
@@ -154,17 +157,27 @@ def test_a_worker_can_be_waited_for_and_killed(script: Script) -> None:
     assert process.wait(60) == -signal.SIGTERM == process.poll()
 
 
-def test_a_server_with_threads_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_threads_starts_workers_by_exec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "begins_a_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = ForkServer(["begins_a_thread"])
     try:
-        with pytest.raises(NoFork, match="2 threads are running in the fork server"):
-            Script(server, tmp_path).start("print('never')")
+        text = "import sys; print('begins_a_thread' in sys.modules, open('/proc/self/cmdline').read().split(chr(0))[1])"
+        assert Script(server, tmp_path).run(text)[:2] == (0, "False -u\n")
     finally:
         server.close()
+    assert "threads are running in the fork server" in caplog.text
+
+
+def test_what_cannot_be_started_says_why(server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no_such_program cannot be started: No such file"):
+        server.spawn([str(tmp_path / "no_such_program")], dict(os.environ))
+    process = server.spawn(["/bin/sh", "-c", "exit 9"], dict(os.environ))
+    assert process.wait(60) == 9
 
 
 def is_gone(pid: int) -> bool:
@@ -175,26 +188,38 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_nobody_outlives_a_killed_agent(tmp_path: Path) -> None:
-    """Whatever kills it: the kernel ends the server with its agent, and the workers with the server."""
+@pytest.mark.parametrize("how", ["fork", "exec"])
+@pytest.mark.parametrize("victim", ["agent", "server"])
+def test_nobody_outlives_a_killed_agent(victim: str, how: str, tmp_path: Path) -> None:
+    """Whatever kills it: not the server, not the workers, not what they have started in a session of its own."""
     script = tmp_path / "sleeps.py"
     script.write_text(
-        "import os, time, pathlib\n"
-        "pathlib.Path(os.environ['RANK'] + '.pid').write_text(f'{os.getpid()}\\n')\n"
+        "import os, time, pathlib, subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "pathlib.Path(os.environ['RANK'] + '.pid').write_text(f'{os.getpid()} {child.pid}\\n')\n"
         "time.sleep(600)"
     )
     agent = subprocess.Popen(
-        launch_command(2, str(script)), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        launch_command(2, "--max-restarts=0", "--start-by", how, str(script)),
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     try:
-        pids = [int(wait_until_written(tmp_path / f"{rank}.pid")) for rank in range(2)]
+        pids = [int(pid) for rank in range(2) for pid in wait_until_written(tmp_path / f"{rank}.pid").split()]
         family = descendants(agent.pid)
         assert set(pids) < set(family)
+        os.kill({"agent": agent.pid, "server": family[0]}[victim], signal.SIGKILL)
+        agent.wait(60)
+        while not all(is_gone(pid) for pid in family):
+            time.sleep(0.01)
     finally:
-        agent.send_signal(signal.SIGKILL)
+        kill_all([agent.pid, *family])
         agent.wait()
-    while not all(is_gone(pid) for pid in family):
-        time.sleep(0.01)
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["fork", "exec"])

@@ -87,9 +87,9 @@ def test_restarts_used_up_is_a_failure_that_the_summary_tells(tmp_path: Path) ->
     command = launch_command(2, "--max-restarts=0", *RECIPE)
     code, log = run_and_kill(tmp_path, command, rank=1, after=5)
     assert code == 1
-    assert "killed by signal 9" in log
+    assert "killed by SIGKILL" in log
     summary, _ = outcome(tmp_path)
-    assert summary.status == "failed" and "signal 9" in summary.message
+    assert summary.status == "failed" and "killed by SIGKILL" in summary.message
 
 
 def test_terminating_the_launcher_saves_and_asks_for_a_new_start(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_no_restart_can_cure_is_tried_once(tmp_path: Path) -> None:
         command = [*launch_command(2, *RECIPE, *flags), "--run-dir", str(tmp_path / str(code))]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == code, result.stderr
-        assert 1 <= result.stderr.count(word) <= 2  # once a rank at the most
+        assert 1 <= result.stderr.count(word) <= 3  # once a rank at the most, and by the agent
 
 
 def test_a_value_that_torchrun_cannot_use_is_a_usage_error() -> None:

@@ -50,12 +50,12 @@ STEPS = 600
 class Job:
     """A run and its agents; on leaving, none of their processes is left."""
 
-    def __init__(self, directory: Path, nodes: str, launcher: tuple[str, ...] = TORCHRUN) -> None:
+    def __init__(self, directory: Path, nodes: str, launcher: tuple[str, ...] = TORCHRUN, script: str = SCRIPT) -> None:
         self.run_dir = directory / "run"
         self.agents: list[subprocess.Popen[bytes]] = []
         self._directory = directory
         self._script = directory / "script.py"
-        self._script.write_text(SCRIPT)
+        self._script.write_text(script)
         self._command = [
             *launcher, f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-backend=elastic",
             f"--rdzv-endpoint={directory / 'rendezvous'}", "--rdzv-id=job", str(self._script),

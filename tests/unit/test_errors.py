@@ -69,5 +69,6 @@ def test_exit_codes_are_the_documented_ones() -> None:
         "FAILED": 1,
         "USAGE": 2,
         "DO_NOT_RETRY": 3,
+        "UNHEALTHY_NODE": 69,
         "INTERRUPTED": 75,
     }

@@ -186,11 +186,19 @@ def test_extra_state_is_called_so() -> None:
     assert torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX == "_extra_state"
 
 
-def test_the_agent_is_built_from_a_name_and_restarts_by_one_method() -> None:
+def test_the_agent_is_built_from_a_name_and_runs_by_one_method() -> None:
     """launch/agent.py puts its own in place of the name and overrides the method."""
     assert launcher_api.LocalElasticAgent is LocalElasticAgent
     assert "LocalElasticAgent(" in inspect.getsource(launcher_api.launch_agent)
-    assert "self._restart_workers(self._worker_group)" in inspect.getsource(LocalElasticAgent._invoke_run)
+    assert "result = self._invoke_run(role)" in inspect.getsource(LocalElasticAgent.run)
+    loop = inspect.getsource(LocalElasticAgent._invoke_run)
+    assert "self._initialize_workers(self._worker_group)" in loop and "self._exit_barrier()" in loop
+    begin = inspect.getsource(LocalElasticAgent._initialize_workers)
+    assert "self._rendezvous(worker_group)" in begin and "self._start_workers(worker_group)" in begin
+    start = inspect.getsource(LocalElasticAgent._start_workers)
+    assert "restart_count = spec.max_restarts - self._remaining_restarts" in start
+    assert "self._pcontext = start_processes(" in start
+    assert "self._pcontext.close(death_sig, timeout)" in inspect.getsource(LocalElasticAgent._shutdown)
 
 
 def test_torch_makes_a_worker_the_way_that_forking_replaces() -> None:

@@ -27,6 +27,6 @@ def test_no_launcher_no_word(tmp_path: Path) -> None:
 
 def test_the_place_of_the_run(tmp_path: Path) -> None:
     assert read_place(str(tmp_path)) is None
-    run = RunPlace(url="s3://bucket/run", options={"key": "k"})
+    run = RunPlace(url="s3://bucket/run", options={"key": "k"}, attempt=3)
     place(str(tmp_path), run)
     assert read_place(str(tmp_path)) == run

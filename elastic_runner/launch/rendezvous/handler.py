@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,14 @@ _STORAGE_SECONDS = 30.0
 """Deadline of one operation on the storage, after which it is tried again."""
 _FIRST_PAUSE = 0.05
 """Seconds between the first looks at the storage while another node may be opening an epoch."""
+
+
+class JobEnded(RendezvousClosedError):
+    """Another node has ended the job; ``reason``: what it said."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the job has ended: {reason}")
+        self.reason = reason
 
 
 def get_handler() -> Any:
@@ -90,6 +99,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._host: Host | None = None
         self._member: Member | None = None
         self._place: Place | None = None
+        self._told: Callable[[], None] | None = None
         self._epoch = 0
         self._not_before = 0.0
         self._closed = self._gone = False
@@ -117,6 +127,8 @@ class ElasticRendezvous(RendezvousHandler):
             if self._member is None:
                 self._member = self._enter(end)
                 self._epoch = self._member.epoch
+                if self._told is not None:
+                    self._member.tell(self._told)
             if self._gone:  # meanwhile, by another thread
                 self.leave(done=False)
                 raise RendezvousClosedError("this node has left")
@@ -127,7 +139,7 @@ class ElasticRendezvous(RendezvousHandler):
                 log.info("epoch %d: %s", self._member.epoch, lost)
                 self._leave_epoch()
             except Closed as closed:
-                raise RendezvousClosedError(f"the job has ended: {closed}") from closed
+                raise JobEnded(str(closed)) from closed
             except Finished:
                 log.info("the job is complete; this node was not needed")
                 raise SystemExit(0) from None
@@ -149,15 +161,33 @@ class ElasticRendezvous(RendezvousHandler):
         """For an agent that waits instead of asking: why this round is over; None when it is not, after so long."""
         return None if self._member is None else self._member.wait_over(seconds)
 
+    def tell(self, told: Callable[[], None]) -> None:
+        """Call this when a round is over, from another thread."""
+        self._told = told
+
+    @property
+    def over(self) -> str | None:
+        """Why the present round is over; None while it is not."""
+        return None if self._member is None else self._member.over
+
+    @property
+    def attempt(self) -> int:
+        """How many worlds the job has had: the same on all nodes; 0 before the first."""
+        return 0 if self._place is None else self._place.attempt
+
     def is_closed(self) -> bool:
         """Whether the job is over."""
         return self._closed
 
     def set_closed(self) -> None:
         """End the job for all nodes."""
+        self.end_job(f"{self.node} has ended it")
+
+    def end_job(self, reason: str) -> None:
+        """End the job for all nodes, and tell them why."""
+        if not self._closed and self._member is not None:
+            self._member.end_job(reason)
         self._closed = True
-        if self._member is not None:
-            self._member.end_job(f"{self.node} has ended it")
 
     def get_run_id(self) -> str:
         """The job's name."""
@@ -223,7 +253,7 @@ class ElasticRendezvous(RendezvousHandler):
         if ended and epoch and epoch == self._epoch:
             closed = self._epochs.closed(epoch)
             if closed is not None:
-                raise RendezvousClosedError(f"the job has ended: {closed}")
+                raise JobEnded(closed)
         beat = None if ended else self._epochs.beat(epoch)
         return record, election.look(view, time.monotonic(), epoch=epoch, ended=ended, beat=beat)
 

@@ -108,6 +108,7 @@ class Host:
         self._board = Board()
         self._peers: dict[str, _Peer] = {}
         self._closed: str | None = None
+        self._attempts = 0
         self._worker_stores: list[_WorkerStore] = []
         self._ending: str | None = None
         self._over = threading.Event()
@@ -228,6 +229,7 @@ class Host:
         elif "join" in message:
             if self._closed is not None:
                 self._tell([node], {"closed": self._closed})
+            self._attempts = max(self._attempts, int(message.get("attempt", 0)))
             self._apply(Join(node=node, rank=message["join"], nodes=int(message["nodes"] or 0)))
             if node in self._state.waiting and self._state.running:
                 self._tell([node], {"spare": self._state.round})
@@ -281,8 +283,10 @@ class Host:
         port = int(listener.getsockname()[1])
         self._worker_stores = [*self._worker_stores[-1:], _WorkerStore(listener)]
         self._board = Board()
+        self._attempts += 1
         for rank, node in enumerate(action.nodes):
             place = {"form": action.round, "rank": rank, "nodes": len(action.nodes), "port": port}
+            place["attempt"] = self._attempts
             self._tell([node], place)
         self._tell(self._state.waiting, {"spare": action.round})
 

@@ -52,6 +52,8 @@ class Place:
     """Nodes in the world."""
     port: int
     """Port of the store for the round's workers, on the epoch's host."""
+    attempt: int = 1
+    """How many worlds the job has had, this one included: the same on all nodes, through all epochs."""
 
 
 def enter(record: Record, node: str, settings: Settings, first: int = 0) -> tuple[Member | None, bool]:
@@ -104,6 +106,7 @@ class Member:
         self._broken: tuple[int, str] = (0, "")
         self._lost: str | None = None
         self._closed: str | None = None
+        self._told: Callable[[], None] | None = None
         quick(connection)
         self._greet(record, node)
         connection.settimeout(settings.lease)
@@ -122,13 +125,23 @@ class Member:
         """In the latest round; None while none was given."""
         return self._place
 
+    def tell(self, told: Callable[[], None]) -> None:
+        """Call this when a round is over, from another thread."""
+        self._told = told
+        self._tell_if_over()
+
+    def _tell_if_over(self) -> None:
+        if self._told is not None and self.over is not None:
+            self._told()
+
     def join(self, last: Place | None) -> Place:
         """Wait for a place in the next round; ``last``: the one before, here or in another epoch.
 
         Raises EpochLost, Closed, Finished, NoWorld.
         """
         self._place, self._spare = None, False
-        self._say({"join": last and last.rank, "nodes": last and last.nodes})
+        attempt = 0 if last is None else last.attempt
+        self._say({"join": last and last.rank, "nodes": last and last.nodes, "attempt": attempt})
         start = time.monotonic()
         word = _FIRST_WORD
         with self._changed:
@@ -245,6 +258,7 @@ class Member:
             data = self._socket.recv(_CHUNK)
             for message in self._lines.feed(data):
                 self._take(message)
+            self._tell_if_over()
         except (OSError, ValueError) as error:
             self._lose(f"the connection to its host is broken ({error})")
         else:
@@ -260,7 +274,11 @@ class Member:
                 self._answers[message["answer"]] = message["values"]
             elif "form" in message:
                 self._place = Place(
-                    round=message["form"], rank=message["rank"], nodes=message["nodes"], port=message["port"]
+                    round=message["form"],
+                    rank=message["rank"],
+                    nodes=message["nodes"],
+                    port=message["port"],
+                    attempt=message["attempt"],
                 )
             elif "spare" in message:
                 self._spare = True
@@ -279,3 +297,4 @@ class Member:
             if not self._left:
                 self._lost = self._lost or reason
             self._changed.notify_all()
+        self._tell_if_over()

@@ -1,0 +1,105 @@
+"""How an attempt came to its end on this node: what the agent puts on record, and what a person reads. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic_runner.errors import ExitCode
+from elastic_runner.history import HANG, End
+from elastic_runner.launch.watchdog import Hang
+from elastic_runner.verdict import RunPlace, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over:
+    """Why an attempt is over."""
+
+    cause: Literal["finished", "workers", "hang", "membership"]
+    """All workers finished; one ended badly; one hangs; the rendezvous has ended the round."""
+    reason: str = ""
+    """In words: of the rendezvous, or of the hang."""
+    verdict: Verdict | None = None
+    """What a worker said of its own end."""
+    hang: Hang | None = None
+    """Who hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What the agent knows of the workers of an attempt."""
+
+    number: int
+    """The attempt, as the agents count."""
+    codes: Mapping[int, int]
+    """Exit codes by local rank, as in subprocess.Popen.returncode, in the order of their ends; only of those that
+    ended by themselves."""
+    ranks: Mapping[int, int]
+    """Global ranks by local rank."""
+    steps: Mapping[int, int]
+    """Last finished steps by local rank."""
+    place: RunPlace | None
+    """The run; None when no worker got so far as to say."""
+
+
+def end_of(over: Over, seen: Seen) -> End | None:
+    """What goes on record; None for what is no failure."""
+    said = over.verdict
+    if over.hang is not None:
+        return _end(seen, kind=HANG, rank=over.hang.rank, step=over.hang.step, message=over.hang.reason)
+    if over.cause != "workers" or (said is not None and said.code in (ExitCode.INTERRUPTED, ExitCode.FINISHED)):
+        return None
+    if said is not None and not said.consequence:
+        return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
+    local = first_killed(seen.codes)
+    if local is not None:
+        name = _signal(seen.codes[local])
+        message = f"rank {seen.ranks[local]} was killed by {name}"
+        return _end(seen, kind=name, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
+    if said is not None:
+        return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
+    local = next(local for local, code in seen.codes.items() if code)
+    message = f"rank {seen.ranks[local]} ended with exit code {seen.codes[local]}"
+    return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=None, message=message)
+
+
+def first_killed(codes: Mapping[int, int]) -> int | None:
+    """The local rank that was killed first; the others' errors follow from that."""
+    return next((local for local, code in codes.items() if code < 0), None)
+
+
+def describe(over: Over, end: End | None, seen: Seen) -> str:
+    """One line: what came first, where, and what followed from it."""
+    step = max(seen.steps.values(), default=-1)
+    after = f" after step {step}" if step >= 0 else ""
+    first = end.message if end is not None else over.reason or (over.verdict.message if over.verdict else "")
+    others = [
+        f"rank {seen.ranks[local]} {_signal(code) if code < 0 else f'exit code {code}'}"
+        for local, code in seen.codes.items()
+        if code and (end is None or seen.ranks[local] != end.rank)
+    ]
+    followed = f" (then {', '.join(others)})" if others else ""
+    return f"attempt {seen.number} is over{after}: {first}{followed}"
+
+
+def _end(seen: Seen, *, kind: str, rank: int | None, step: int | None, message: str) -> End:
+    place = seen.place
+    under_way = None if step is None or step < 0 else step + 1
+    return End(
+        attempt=seen.number if place is None else place.attempt,
+        kind=kind,
+        step=under_way,
+        restored=place.restored if place else None,
+        saved=place.saved if place else None,
+        rank=rank,
+        message=message,
+    )
+
+
+def _signal(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,72 @@
+"""The command line of ``elastic-runner launch``: torchrun's, with a few flags and defaults of ours. Pure."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch.distributed.run as torchrun
+
+from elastic_runner.errors import ConfigError
+from elastic_runner.launch.restart import Budgets
+
+MAX_RESTARTS = 5
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Forwarded to the workers, which drain."""
+
+DRAIN_SECONDS = 600
+"""Given to workers to finish a step and a save after a signal, before they are killed; torchrun's is 30."""
+
+ONE_NODE = ("1", "1:1")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torchrun's options with ours: ``start_by``, ``preload``, ``budget``, ``notice_file``."""
+    parser = torchrun.get_args_parser()
+    parser.prog = "elastic-runner launch"
+    ours = parser.add_argument_group("elastic-runner")
+    ours.add_argument(
+        "--start-by", choices=["fork", "exec"], default="fork",
+        help="fork: workers come from a process that has imported torch already. exec: a new interpreter each.",
+    )  # fmt: skip
+    ours.add_argument(
+        "--preload", action="append", default=[], metavar="MODULE",
+        help="Import this, too, before workers are forked. It must start no thread and not touch CUDA.",
+    )  # fmt: skip
+    ours.add_argument(
+        "--budget", action="append", default=[], metavar="CAUSE=N",
+        help="Restarts in a row without progress, by cause "
+        f"({', '.join(field.name for field in fields(Budgets))}); --max-restarts is the default of each.",
+    )  # fmt: skip
+    ours.add_argument(
+        "--notice-file", type=Path, metavar="FILE", help="Stop and save, as by SIGUSR1, when this file appears."
+    )
+    known = vars(parser.parse_args(["script"]))
+    defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
+    parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
+    return parser.parse_args(list(arguments))
+
+
+def budgets(options: argparse.Namespace) -> Budgets:
+    """Restarts by cause. Raises ConfigError."""
+    known = {field.name for field in fields(Budgets)}
+    allowed = {name: options.max_restarts for name in known - {"peer"}}
+    for given in options.budget:
+        cause, _, number = given.partition("=")
+        if cause not in known or not number.isdigit():
+            raise ConfigError(f"--budget {given}: it is CAUSE=N, with a cause of {', '.join(sorted(known))}")
+        allowed[cause] = int(number)
+    return Budgets(**allowed)
+
+
+def by_itself(options: argparse.Namespace, directory: Path) -> None:
+    """Where one node is all there is, and no rendezvous was asked for, have it meet itself in its own directory."""
+    default = options.rdzv_backend == "static" and not options.rdzv_endpoint and options.nnodes in ONE_NODE
+    if options.standalone or (default and str(options.node_rank) == "0"):
+        options.standalone = False
+        options.rdzv_backend, options.rdzv_endpoint = "elastic", str(directory / "rendezvous")
+        options.rdzv_id, options.local_addr = uuid.uuid4().hex, "127.0.0.1"

@@ -1,0 +1,140 @@
+"""Our agent: what it makes of notices, of a node that is asked to stop, and of failures that no restart cures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_runner.chaos.driver import ObservedRun, kill_tree, launch_command
+from elastic_runner.history import read_ends
+from elastic_runner.launch.processes import descendants
+from elastic_runner.storage import LocalStorage
+from tests.support.agents import LAUNCH, SCRIPT, STEPS, Job
+
+FAILS = SCRIPT.replace(
+    "        step.optimize()\n",
+    "        if step.number == 12 and worker.rank == 1:\n"
+    "            raise ValueError('this sample again')\n"
+    "        step.optimize()\n",
+)
+COUNTS = """
+import os, pathlib, signal, sys, time
+directory = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
+directory.mkdir(exist_ok=True)
+count, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+(directory / f"{count}-{rank}").touch()
+if count == "0":
+    if rank == "1":
+        while not (directory / "0-0").exists():
+            time.sleep(0.01)
+        sys.exit(5)
+    time.sleep(600)
+if count == "1" and rank == "0":
+    while not (directory / "1-1").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+if count == "1":
+    time.sleep(600)
+"""
+
+
+def test_a_node_that_is_asked_to_stop_leaves_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """Case c11: leaving is not closing. No step is lost, and it may come back."""
+    with Job(tmp_path, "1:2", LAUNCH) as job:
+        job.start(2)
+        first = job.wait_for_world(2)
+        leaving = job.others()[0]
+        os.kill(leaving.pid, signal.SIGTERM)
+        assert leaving.wait(60) == 75, job.logs()
+        alone = job.wait_for_world(1, after=first)
+        job.start()
+        job.wait_for_world(2, after=alone)
+        (tmp_path / "run" / "hurry").touch()
+        assert [agent.wait(120) for agent in job.agents if agent is not leaving] == [0, 0], job.logs()
+        steps = [record["step"] for record in job.records()]
+    assert sorted(set(steps)) == list(range(1, STEPS + 1))
+    assert "asked to stop (SIGTERM); saved at step" in job.log(job.agents.index(leaving)).read_text()
+
+
+def test_what_no_restart_cures_ends_all_nodes_with_the_same_words(tmp_path: Path) -> None:
+    """Cases c04 and c08: the same step fails again and again; the nodes stop together, naming step and samples."""
+    with Job(tmp_path, "2", LAUNCH, FAILS) as job:
+        job.start(2)
+        assert [agent.wait(180) for agent in job.agents] == [3, 3], job.logs()
+    said = "step 12 (epoch 0, positions 88 to 95) has failed 5 times in the same way: rank 1: ValueError: this sample"
+    for index in range(2):
+        assert f"elastic-runner: do_not_retry (3): {said}" in job.log(index).read_text()
+    ends = read_ends(LocalStorage(tmp_path / "run"))
+    assert [(end.kind, end.step, end.rank) for end in ends] == [("ValueError", 12, 1)] * 5
+
+
+def test_attempts_have_the_same_number_on_all_nodes(tmp_path: Path) -> None:
+    """Case c01: whichever node's worker fails."""
+    with Job(tmp_path, "2", LAUNCH, COUNTS) as job:
+        job.start(2)
+        assert [agent.wait(60) for agent in job.agents] == [0, 0], job.logs()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+
+
+DIGITS = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", "4000", "--checkpoint.every", "1000")
+
+
+@pytest.mark.parametrize("how", ["notice file", "SIGUSR1"])
+def test_a_notice_saves_and_asks_for_a_new_start(how: str, tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    with ObservedRun(tmp_path / "run", launch_command(2, f"--notice-file={notice}", *DIGITS)) as run:
+        for record in run.records():
+            if record["event"] == "step" and record["step"] == 5:
+                notice.touch() if how == "notice file" else os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.process.wait() == 75, run.log.read_text()
+    assert "asked to stop (SIGUSR1); saved at step" in run.log.read_text()
+
+
+def test_a_killed_or_stopped_worker_costs_no_step(tmp_path: Path) -> None:
+    """No checkpoint is near: what was done is in the node's memory. A frozen worker is noticed; the evidence is kept."""
+    command = launch_command(2, *DIGITS[:-3], "120", *DIGITS[-2:])
+    with ObservedRun(tmp_path / "run", command) as run:
+        faults = {20: (1, signal.SIGKILL), 50: (0, signal.SIGSTOP), 80: (0, signal.SIGKILL)}
+        done = []
+        for record in run.records():
+            if record["event"] == "step":
+                done.append(record["step"])
+                if fault := faults.pop(record["step"], None):
+                    run.kill(*fault)
+        assert run.process.wait() == 0, run.log.read_text()
+    assert done == list(range(1, 121)), "each step is on the ledger once, in order: none was lost"
+    assert run.log.read_text().count("from memory") == 3
+    ends = read_ends(LocalStorage(tmp_path / "run"))
+    assert [(end.kind, end.rank) for end in ends] == [("SIGKILL", 1), ("Hang", 0), ("SIGKILL", 0)]
+    (summary,) = (tmp_path / "run" / "evidence").rglob("summary.txt")
+    assert "rank 0 is stopped by a signal" in summary.read_text()
+
+
+def test_what_workers_have_started_does_not_outlive_their_attempt(tmp_path: Path) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import os, subprocess, sys, time, pathlib\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "    pathlib.Path('pid').write_text(str(child.pid))\n"
+        "    sys.exit(9)\n"
+        "time.sleep(600)\n"
+    )
+    agent = subprocess.Popen(launch_command(1, str(script)), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert agent.stderr is not None
+        line = next(line for line in agent.stderr if "attempt 1 is over" in line)
+        assert "rank 0 ended with exit code 9" in line
+        pid = int((tmp_path / "pid").read_text())
+        end = time.monotonic() + 60
+        while pid in descendants(agent.pid):
+            assert time.monotonic() < end, "left behind"
+            time.sleep(0.01)
+    finally:
+        kill_tree(agent.pid)
+        agent.wait()

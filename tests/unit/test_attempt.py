@@ -1,0 +1,70 @@
+"""What an agent makes of the end of an attempt: the cause is named first, not a victim (case c08)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_runner.errors import ExitCode
+from elastic_runner.history import HANG, End
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of
+from elastic_runner.launch.watchdog import Hang
+from elastic_runner.verdict import RunPlace, Verdict
+
+PLACE = RunPlace(url="runs/x", options={}, attempt=7, restored="step-0000000020/manifest-000006.json")
+
+
+def seen(codes: dict[int, int], steps: dict[int, int] | None = None, place: RunPlace | None = PLACE) -> Seen:
+    return Seen(number=2, codes=codes, ranks={0: 4, 1: 5, 2: 6}, steps=steps or {}, place=place)
+
+
+def said(**more: Any) -> Verdict:
+    return Verdict(**{"code": 1, "message": "rank 4: ValueError: bad", "final": False, "kind": "ValueError", **more})
+
+
+def test_a_killed_worker_comes_before_the_peers_that_noticed() -> None:
+    victim = said(consequence=True, kind="PeerLost", rank=4, step=41)
+    over, known = Over(cause="workers", verdict=victim), seen({0: 1, 1: -9}, {0: 41, 1: 41})
+    end = end_of(over, known)
+    assert end == End(
+        attempt=7, kind="SIGKILL", step=42, restored=PLACE.restored, rank=5, message="rank 5 was killed by SIGKILL"
+    )
+    line = "attempt 2 is over after step 41: rank 5 was killed by SIGKILL (then rank 4 exit code 1)"
+    assert describe(over, end, known) == line
+
+
+def test_an_error_of_its_own_comes_before_a_signal() -> None:
+    own = said(rank=4, step=41)
+    end = end_of(Over(cause="workers", verdict=own), seen({1: -9, 0: 1}))
+    assert end is not None and (end.kind, end.step, end.rank) == ("ValueError", 42, 4)
+
+
+def test_where_all_have_lost_a_peer_that_is_what_is_known() -> None:
+    end = end_of(Over(cause="workers", verdict=said(consequence=True, kind="PeerLost", step=None)), seen({0: 1}))
+    assert end is not None and (end.kind, end.step) == ("PeerLost", None)
+
+
+@pytest.mark.parametrize("place", [PLACE, None])
+def test_a_program_that_says_nothing(place: RunPlace | None) -> None:
+    end = end_of(Over(cause="workers"), seen({1: 9}, place=place))
+    assert end is not None and (end.kind, end.step, end.attempt) == ("exit code 9", None, 7 if place else 2)
+    assert end.message == "rank 5 ended with exit code 9"
+
+
+def test_a_hang_is_told_by_the_watchdog() -> None:
+    hang = Hang(local_rank=1, rank=5, pid=9, attempt=7, phase="step", step=41, seconds=2.0, reason="rank 5 is stopped")
+    end = end_of(Over(cause="hang", hang=hang, reason=hang.reason), seen({}, {0: 41, 1: 41}))
+    assert end is not None and (end.kind, end.rank, end.step) == (HANG, 5, 42)
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        Over(cause="membership", reason="node b gave no sign of life for 3 s"),
+        Over(cause="workers", verdict=said(code=ExitCode.INTERRUPTED, message="asked to stop (SIGTERM)")),
+    ],
+)
+def test_what_is_no_failure_is_not_on_record_and_costs_nothing(over: Over) -> None:
+    assert end_of(over, seen({0: 75})) is None
+    assert (over.reason or "asked to stop") in describe(over, None, seen({0: 75}))

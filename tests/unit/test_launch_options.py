@@ -1,0 +1,45 @@
+"""The command line of the launcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_runner.errors import ConfigError
+from elastic_runner.launch.options import budgets, by_itself, parse
+from elastic_runner.launch.restart import Budgets
+
+
+def test_budgets() -> None:
+    assert budgets(parse(["s.py"])) == Budgets()
+    many = budgets(parse(["--max-restarts=9", "--budget", "hang=1", "--budget=peer=2", "s.py"]))
+    assert many == Budgets(crash=9, hang=1, storage=9, start=9, peer=2)
+    for wrong in ("crash", "crash=x", "crash=-1", "fire=3"):
+        with pytest.raises(ConfigError, match="it is CAUSE=N, with a cause of crash, hang, peer, start, storage"):
+            budgets(parse([f"--budget={wrong}", "s.py"]))
+
+
+@pytest.mark.parametrize("flags", [[], ["--standalone"], ["--nnodes=1"], ["--nnodes=1:1", "--nproc-per-node=2"]])
+def test_one_node_meets_itself(flags: list[str], tmp_path: Path) -> None:
+    options = parse([*flags, "s.py"])
+    by_itself(options, tmp_path)
+    assert (options.rdzv_backend, options.rdzv_endpoint) == ("elastic", str(tmp_path / "rendezvous"))
+    assert not options.standalone
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--nnodes=2"],
+        ["--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29400"],
+        ["--rdzv-backend=elastic", "--rdzv-endpoint=s3://b/r"],
+        ["--rdzv-endpoint=host:1"],
+        ["--node-rank=1"],
+    ],
+)
+def test_what_was_asked_for_stays(flags: list[str], tmp_path: Path) -> None:
+    options = parse([*flags, "s.py"])
+    before = vars(options).copy()
+    by_itself(options, tmp_path)
+    assert vars(options) == before
