@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import pytest
 
 from tests.support.agents import LAUNCH, Job
-from tests.support.hosts import Hosts, running_hosts
+from tests.support.hosts import running_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -18,19 +19,29 @@ BOUND = 10.0
 
 
 @pytest.mark.parametrize(
-    ("fault", "whom"), [("cut", "other"), ("cut", "host"), ("unplug", "other")], ids=["cut", "host cut", "link down"]
+    ("fault", "whom"),
+    [("cut", "other"), ("cut", "host"), ("unplug", "other"), ("freeze", "other"), ("freeze", "host")],
+    ids=["cut", "host cut", "link down", "frozen", "host frozen"],
 )
-def test_the_others_go_on_and_it_comes_back(fault: Literal["cut", "unplug"], whom: str, tmp_path: Path) -> None:
+def test_the_others_go_on_and_it_comes_back(
+    fault: Literal["cut", "unplug", "freeze"], whom: str, tmp_path: Path
+) -> None:
     with running_hosts(3) as hosts, Job(tmp_path, "2:3", LAUNCH) as job:
         agents = {number: job.start(within=hosts.on(number)) for number in (1, 2, 3)}
         attempt = job.wait_for_world(3)
         target = job.host() if whom == "host" else job.others()[0]
         (number,) = [number for number, agent in agents.items() if agent is target]
         begun = time.time()
-        (hosts.cut if fault == "cut" else hosts.unplug)(number)
+        if fault == "freeze":
+            job.signal(target, signal.SIGSTOP)
+        else:
+            (hosts.cut if fault == "cut" else hosts.unplug)(number)
         attempt = job.wait_for_world(2, after=attempt)
         took = min(record["time"] for record in job.records() if record["attempt"] == attempt) - begun
-        heal(hosts, fault, number)
+        if fault == "freeze":
+            job.signal(target, signal.SIGCONT)
+        else:
+            (hosts.heal if fault == "cut" else hosts.plug)(number)
         job.wait_for_world(3, after=attempt)
         job.finish()
         print(f"{fault} of {whom}: the others went on after {took:.1f} s")
@@ -39,7 +50,3 @@ def test_the_others_go_on_and_it_comes_back(fault: Literal["cut", "unplug"], who
         for record in sorted(job.records(), key=lambda record: record["time"]):
             assert record["attempt"] >= last, "two worlds were at work"
             last = record["attempt"]
-
-
-def heal(hosts: Hosts, fault: str, number: int) -> None:
-    (hosts.heal if fault == "cut" else hosts.plug)(number)

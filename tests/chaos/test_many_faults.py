@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,8 @@ class Faults:
 
 
 def kill(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):  # the fault before was sooner
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # the fault before was sooner
 
 
 def shared_memory() -> set[str]:

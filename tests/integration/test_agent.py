@@ -96,7 +96,7 @@ def test_a_notice_saves_and_asks_for_a_new_start(how: str, tmp_path: Path) -> No
 
 
 def test_a_killed_or_stopped_worker_costs_no_step(tmp_path: Path) -> None:
-    """No checkpoint is near: what was done is in the node's memory. A frozen worker is noticed; the evidence is kept."""
+    """No checkpoint is near: what was done is in the node's memory. A frozen worker is noticed, and why is kept."""
     command = launch_command(2, *DIGITS[:-3], "120", *DIGITS[-2:])
     with ObservedRun(tmp_path / "run", command) as run:
         faults = {20: (1, signal.SIGKILL), 50: (0, signal.SIGSTOP), 80: (0, signal.SIGKILL)}

@@ -11,7 +11,7 @@ from typing import Any
 from elastic_runner import paths
 from elastic_runner.data.ledger import effective, read_records, tally
 from elastic_runner.storage import LocalStorage, open_storage
-from elastic_runner.train.record import MainRecord, PeerRecord, read_summary
+from elastic_runner.train.record import MainRecord, RunRecord, read_summary
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_an_attempt_that_dies_before_it_restores_leaves_what_the_run_stood_at(tm
 def test_the_first_cause_is_kept_whoever_writes_first(tmp_path: Path) -> None:
     for order in ("cause first", "consequence first"):
         storage = LocalStorage(tmp_path / order)
-        main, peer = attempt(storage, 1, 0, range(1, 3)), PeerRecord(storage, attempt=1)
+        main, peer = attempt(storage, 1, 0, range(1, 3)), RunRecord(storage, attempt=1)
         deaths = [(peer, "cause", False), (main, "lost a peer", True)]
         for record, message, consequence in deaths if order == "cause first" else reversed(deaths):
             record.fail(message, consequence=consequence)
@@ -102,7 +102,7 @@ def test_the_first_cause_is_kept_whoever_writes_first(tmp_path: Path) -> None:
 def test_a_peer_of_an_old_attempt_writes_nothing(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     attempt(storage, 2, 0, range(1, 3))
-    PeerRecord(storage, attempt=1).fail("late", consequence=False)
+    RunRecord(storage, attempt=1).fail("late", consequence=False)
     summary = read_summary(storage)
     assert summary is not None and summary.status == "running"
 

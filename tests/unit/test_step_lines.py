@@ -15,7 +15,7 @@ from elastic_runner.coordination import Coordinator
 from elastic_runner.data.ledger import effective, read_records, tally
 from elastic_runner.storage import LocalStorage, Storage, open_storage
 from elastic_runner.train.lines import CARRIED, StepLines, missing
-from elastic_runner.train.record import MainRecord, PeerRecord
+from elastic_runner.train.record import MainRecord, RunRecord
 from tests.unit.test_record import line
 
 
@@ -166,7 +166,7 @@ def main_record(storage: Storage, number: int) -> MainRecord:
 @pytest.mark.parametrize("held", [5, 6])
 def test_each_step_is_on_record_once_whatever_was_released(storage: Storage, released: int, held: int) -> None:
     """Rank 0 was killed at any place after step 6; all ranks hold ``held``."""
-    first, peer = main_record(storage, 1), PeerRecord(storage, attempt=1)
+    first, peer = main_record(storage, 1), RunRecord(storage, attempt=1)
     peer.lines.hold(True)
     for step in range(1, held + 1):
         first.step(line(step))
