@@ -220,6 +220,8 @@ class _mapped:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             text = str(error)
+            if "DataLoader worker" in text:  # raised by torch's handler of SIGCHLD, wherever the program is
+                return
             if "imed out" in text or "imeout" in text:
                 raise PhaseTimeout(f"'{self.label}': a peer did not come in time ({text.splitlines()[0]})") from error
             raise PeerLost(f"'{self.label}': a peer went away ({text.splitlines()[0]})") from error

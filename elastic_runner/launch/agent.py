@@ -32,9 +32,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from elastic_runner import history, verdict
 from elastic_runner.environment import flight_recorder
 from elastic_runner.errors import ElasticRunnerError, ExitCode
-from elastic_runner.launch.attempt import Over, Seen, describe, end_of
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of, tail
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
 from elastic_runner.launch.memory import NodeMemory
+from elastic_runner.launch.notice import Notices
 from elastic_runner.launch.processes import Workers
 from elastic_runner.launch.rendezvous.handler import ElasticRendezvous
 from elastic_runner.launch.restart import Policy, first_objection
@@ -72,8 +73,8 @@ class Plan:
     """Whether to start workers again."""
     sweep: Callable[[], None]
     """Ends what workers have started and left behind."""
-    notice_file: Path | None = None
-    """A file whose appearance is a notice to stop."""
+    notices: Notices
+    """Whether to stop, besides by a signal."""
 
 
 @dataclass
@@ -116,6 +117,12 @@ class Agent(LocalElasticAgent):
         self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if isinstance(self._handler, ElasticRendezvous):
             self._handler.tell(lambda: os.eventfd_write(self._told, 1))
+        else:
+            log.warning(
+                "rendezvous %s: the node that hosts its store must not be lost, and a node that goes silent is noticed "
+                "by its peers alone; --rdzv-backend=elastic has neither weakness",
+                self._handler.get_backend(),
+            )
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         attempt: _Attempt | None = None
@@ -131,6 +138,7 @@ class Agent(LocalElasticAgent):
                 self._end(attempt, over)
         except SignalException as notice:
             if attempt is not None:
+                log.warning("%s: the workers are asked to stop and save", notice)
                 self._drain(attempt, notice.sigval)
             raise
         finally:
@@ -184,8 +192,8 @@ class Agent(LocalElasticAgent):
                 reason = None
             if reason is not None:
                 return Over(cause="membership", reason=reason)
-            if self._plan.notice_file is not None and self._plan.notice_file.exists():
-                raise SignalException(f"{self._plan.notice_file} is there", signal.SIGUSR1)
+            if (notice := self._plan.notices.given()) is not None:
+                raise SignalException(notice, signal.SIGUSR1)
 
     def _failed(self, attempt: _Attempt) -> Over:
         """A worker has ended badly. Whoever only lost a peer may have been sooner than the peer that failed."""
@@ -220,6 +228,7 @@ class Agent(LocalElasticAgent):
         attempt.workers.close()
         end = end_of(over, seen)
         log.warning("%s", describe(over, end, seen))
+        self._show_last_words(attempt, end)
         if bundle is not None:
             self._keep(bundle, place)
         if stuck:
@@ -232,6 +241,13 @@ class Agent(LocalElasticAgent):
             objection = first_objection(self._known_ends(place, end), self._plan.policies)
             if objection is not None:
                 raise self._no_more(objection)
+
+    def _show_last_words(self, attempt: _Attempt, end: history.End | None) -> None:
+        """The end of what the rank that failed first has said, where that went to a file."""
+        for local, rank in attempt.ranks.items():
+            file = self._pcontext.stderrs[local] if self._pcontext is not None else ""
+            if file and end is not None and rank == end.rank:
+                log.warning("the end of %s:\n%s", file, tail(Path(file)))
 
     def _gather(self, attempt: _Attempt, hang: Hang) -> Path | None:
         """What can be known of a hang before the workers are killed."""
@@ -291,7 +307,6 @@ class Agent(LocalElasticAgent):
 
     def _drain(self, attempt: _Attempt, number: signal.Signals) -> None:
         """Have the workers stop and save, within the grace; a second notice shortens it, the same again ends it."""
-        log.warning("%s: the workers are asked to stop and save", number.name)
         end = time.monotonic() + self._shutdown_timeout
         attempt.workers.signal(number)
         while attempt.workers.pids and (left := end - time.monotonic()) > 0:

@@ -1,10 +1,11 @@
-"""How an attempt came to its end on this node: what the agent puts on record, and what a person reads. Pure."""
+"""How an attempt came to its end on this node: what the agent puts on record, and what a person reads."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from elastic_runner.errors import ExitCode
@@ -58,11 +59,13 @@ def end_of(over: Over, seen: Seen) -> End | None:
         name = _signal(seen.codes[local])
         message = f"rank {seen.ranks[local]} was killed by {name}"
         return _end(seen, kind=name, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
-    if said is not None:
-        return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
     local = next(local for local, code in seen.codes.items() if code)
+    # Who lost a peer ends after that peer, which may have left without a word.
+    if said is not None and said.rank == seen.ranks[local]:
+        return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
     message = f"rank {seen.ranks[local]} ended with exit code {seen.codes[local]}"
-    return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=None, message=message)
+    step = seen.steps.get(local)
+    return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=step, message=message)
 
 
 def first_killed(codes: Mapping[int, int]) -> int | None:
@@ -82,6 +85,16 @@ def describe(over: Over, end: End | None, seen: Seen) -> str:
     ]
     followed = f" (then {', '.join(others)})" if others else ""
     return f"attempt {seen.number} is over{after}: {first}{followed}"
+
+
+def tail(file: Path, lines: int = 20, most: int = 8192) -> str:
+    """The last lines of a log, of its last ``most`` bytes."""
+    try:
+        with file.open("rb") as log:
+            log.seek(max(0, file.stat().st_size - most))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError as error:
+        return f"(cannot be read: {error.strerror})"
 
 
 def _end(seen: Seen, *, kind: str, rank: int | None, step: int | None, message: str) -> End:

@@ -27,6 +27,7 @@ from elastic_runner.environment import AGENT_DIR
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
 from elastic_runner.launch.forking import ForkServer, workers_by
+from elastic_runner.launch.notice import Notices
 from elastic_runner.launch.options import budgets, by_itself, parse
 from elastic_runner.launch.rendezvous.handler import JobEnded
 from elastic_runner.launch.restart import default_policies
@@ -52,9 +53,11 @@ def launch(arguments: Sequence[str]) -> int:
     with _agent_directory() as directory:
         by_itself(options, directory)
         server = ForkServer(options.preload, fork=options.start_by == "fork")
-        plan = Plan(directory=directory, policies=policies, sweep=server.sweep, notice_file=options.notice_file)
+        notices = Notices(file=options.notice_file, url=options.notice_url)
+        plan = Plan(directory=directory, policies=policies, sweep=server.sweep, notices=notices)
         with agents_by(plan), workers_by(server):
             given = _run(options, str(directory))
+        notices.close()
         _mark_failed(str(directory), given)
     if given.code != ExitCode.FINISHED:
         print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)

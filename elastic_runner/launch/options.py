@@ -25,7 +25,7 @@ ONE_NODE = ("1", "1:1")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's options with ours: ``start_by``, ``preload``, ``budget``, ``notice_file``."""
+    """torchrun's options with ours: ``start_by``, ``preload``, ``budget``, ``notice_file``, ``notice_url``."""
     parser = torchrun.get_args_parser()
     parser.prog = "elastic-runner launch"
     ours = parser.add_argument_group("elastic-runner")
@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ours.add_argument(
         "--notice-file", type=Path, metavar="FILE", help="Stop and save, as by SIGUSR1, when this file appears."
     )
+    ours.add_argument("--notice-url", metavar="URL", help="The same when this URL, asked every 5 s, answers with 200.")
     known = vars(parser.parse_args(["script"]))
     defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})

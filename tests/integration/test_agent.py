@@ -115,6 +115,27 @@ def test_a_killed_or_stopped_worker_costs_no_step(tmp_path: Path) -> None:
     assert "rank 0 is stopped by a signal" in summary.read_text()
 
 
+def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(tmp_path: Path) -> None:
+    """Case c68: nothing of a failed attempt is written over."""
+    script = tmp_path / "speaks.py"
+    script.write_text(
+        "import os, sys\n"
+        "count, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']\n"
+        "print(f'{rank} in {count}', flush=True)\n"
+        "if (count, rank) == ('0', '1'):\n"
+        "    raise ValueError('the reason')\n"
+    )
+    flags = ("--log-dir", str(tmp_path / "logs"), "--redirects", "3")
+    result = subprocess.run(launch_command(2, *flags, str(script)), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "1/stderr.log:\nTraceback" in result.stderr and "ValueError: the reason" in result.stderr
+    for attempt in range(2):
+        for rank in range(2):
+            (log,) = (tmp_path / "logs").rglob(f"attempt_{attempt}/{rank}/stdout.log")
+            if (attempt, rank) != (0, 0):  # which was killed, perhaps sooner than it could speak
+                assert log.read_text() == f"{rank} in {attempt}\n"
+
+
 def test_what_workers_have_started_does_not_outlive_their_attempt(tmp_path: Path) -> None:
     script = tmp_path / "starts.py"
     script.write_text(

@@ -41,8 +41,14 @@ def test_an_error_of_its_own_comes_before_a_signal() -> None:
 
 
 def test_where_all_have_lost_a_peer_that_is_what_is_known() -> None:
-    end = end_of(Over(cause="workers", verdict=said(consequence=True, kind="PeerLost", step=None)), seen({0: 1}))
+    end = end_of(Over(cause="workers", verdict=said(consequence=True, kind="PeerLost", rank=4)), seen({0: 1}))
     assert end is not None and (end.kind, end.step) == ("PeerLost", None)
+
+
+def test_one_that_left_without_a_word_comes_before_the_peers_that_noticed() -> None:
+    victim = said(consequence=True, kind="PeerLost", rank=4, step=41)
+    end = end_of(Over(cause="workers", verdict=victim), seen({1: 11, 0: 1}, {0: 41, 1: 41}))
+    assert end is not None and (end.kind, end.rank, end.step) == ("exit code 11", 5, 42)
 
 
 @pytest.mark.parametrize("place", [PLACE, None])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_runner.coordination import Coordinator
+from elastic_runner.coordination import Coordinator, _mapped
 from elastic_runner.errors import ElasticRunnerError, LoopError, Mismatch, PeerLost, PhaseTimeout, StorageFull
 from tests.support.ranks import RankFailed, run_ranks
 
@@ -174,3 +174,12 @@ def test_a_rank_that_has_left_agrees_with_nobody() -> None:
     ):
         with pytest.raises(PeerLost, match="'x': this rank has left the group"):
             exchange()
+
+
+def test_a_loader_s_death_inside_an_exchange_is_not_a_peer_s() -> None:
+    """torch raises it from its handler of SIGCHLD, wherever the program is."""
+    with pytest.raises(RuntimeError, match="DataLoader worker") as raised, _mapped("step 3"):
+        raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+    assert not isinstance(raised.value, PeerLost)
+    with pytest.raises(PeerLost), _mapped("step 3"):
+        raise RuntimeError("Connection closed by peer")

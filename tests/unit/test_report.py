@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_runner.errors import ConfigError, Interrupted, ModelError, PeerLost
-from elastic_runner.worker.report import describe, exit_code, in_time, where_am_i
+from elastic_runner.worker.report import describe, exit_code, where_am_i
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,3 @@ def test_where_am_i() -> None:
     assert where_am_i(1, 4, "save", 12).endswith(", phase save, after step 12")
     assert where_am_i(1, 4, "setup", None).startswith("rank 1 of 4 on ")
     assert "step" not in where_am_i(1, 4, "setup", None)
-
-
-def test_the_last_write_may_fail() -> None:
-    seen = []
-
-    def write() -> None:
-        seen.append(1)
-        raise OSError("disk full")
-
-    in_time(write)
-    assert seen == [1]

@@ -1,0 +1,56 @@
+"""Notices that are no signals."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from elastic_runner.launch import notice
+from elastic_runner.launch.notice import Notices
+
+
+def test_a_file_that_appears(tmp_path: Path) -> None:
+    notices = Notices(file=tmp_path / "stop")
+    assert notices.given() is None
+    (tmp_path / "stop").touch()
+    assert notices.given() == f"{tmp_path}/stop is there"
+
+
+def test_a_url_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After refusals: 404 is what clouds say until there is a notice."""
+    monkeypatch.setattr(notice, "_ASK_EVERY", 0.01)
+    answers, asked = [404, 500, 404, 200], threading.Semaphore(0)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answers.pop(0))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            asked.release()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        notices = Notices(url=f"http://127.0.0.1:{server.server_port}/action")
+        try:
+            for _ in range(3):
+                assert asked.acquire(timeout=30)
+                assert notices.given() is None
+            assert notices._answered.wait(30)
+            assert str(notices.given()).endswith("/action has answered")
+        finally:
+            notices.close()
+            server.shutdown()
+
+
+def test_a_url_that_nobody_serves_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "_ASK_EVERY", 0.01)
+    notices = Notices(url="http://127.0.0.1:1/")
+    assert not notices._answered.wait(0.2)
+    assert notices.given() is None
+    notices.close()
