@@ -6,11 +6,13 @@ The exit code alone does not say whose failure came first, nor whether a restart
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _VERDICT, _CONSEQUENCE, _PLACE = "verdict.json", "consequence.json", "run.json"
+_PROCESS = "process-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +83,21 @@ def decode(text: str) -> Verdict | None:
 
 def clear(directory: str) -> None:
     """Before the next attempt."""
-    for name in (_VERDICT, _CONSEQUENCE, _PLACE):
+    names = [_VERDICT, _CONSEQUENCE, _PLACE, *(f"{_PROCESS}{pid}" for pid in processes(directory))]
+    for name in names:
         Path(directory, name).unlink(missing_ok=True)
+
+
+def be_known(directory: str | None) -> None:
+    """Let the launcher know of this process, whatever kills it: it may leave something behind."""
+    if directory is not None:
+        with suppress(OSError):
+            Path(directory, f"{_PROCESS}{os.getpid()}").touch()
+
+
+def processes(directory: str | Path) -> set[int]:
+    """Those that were known here."""
+    return {int(path.name.removeprefix(_PROCESS)) for path in Path(directory).glob(f"{_PROCESS}*")}
 
 
 def place(directory: str | None, run: RunPlace) -> None:

@@ -10,7 +10,7 @@ from multiprocessing import parent_process
 from threading import Thread
 from typing import Any
 
-from elastic_runner import stacks
+from elastic_runner import stacks, verdict
 from elastic_runner.environment import NOTICES, read_environment
 
 _PARENT_CHECK_S = 1.0
@@ -33,7 +33,9 @@ def shield(_: int) -> None:
     So does the parent's death. torch looks for that only between batches, and a process that blocks on a full pipe
     to its dead parent would stay.
     """
-    stacks.answer_requests(read_environment().agent_dir)  # a forked process does so already
+    agent_dir = read_environment().agent_dir
+    verdict.be_known(agent_dir)
+    stacks.answer_requests(agent_dir)  # a forked process does so already
     for number in NOTICES[1:]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES[1:])

@@ -32,11 +32,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 from elastic_runner import history, verdict
 from elastic_runner.environment import flight_recorder
 from elastic_runner.errors import ElasticRunnerError, ExitCode
+from elastic_runner.launch import kernel
 from elastic_runner.launch.attempt import Over, Seen, describe, end_of, tail
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
 from elastic_runner.launch.memory import NodeMemory
 from elastic_runner.launch.notice import Notices
-from elastic_runner.launch.processes import Workers
+from elastic_runner.launch.processes import Workers, forget_shared_memory
 from elastic_runner.launch.rendezvous.handler import ElasticRendezvous
 from elastic_runner.launch.restart import Policy, first_objection
 from elastic_runner.launch.watchdog import Hang, Watchdog
@@ -85,7 +86,9 @@ class _Attempt:
     ranks: dict[int, int]
     """Global ranks by local rank."""
     number: int
-    begun: float = field(default_factory=time.monotonic)
+    """As all nodes count."""
+    memory_kills: int = field(default_factory=kernel.memory_kills)
+    """The kernel's count at its beginning."""
 
 
 @contextmanager
@@ -221,9 +224,11 @@ class Agent(LocalElasticAgent):
             ranks=attempt.ranks,
             steps=self._watchdog.steps(),
             place=place,
+            out_of_memory=kernel.memory_kills() > attempt.memory_kills,
         )
         stuck = attempt.workers.kill(_KILLING)
         self._plan.sweep()
+        forget_shared_memory(verdict.processes(self._plan.directory))
         self._shutdown(signal.SIGKILL)
         attempt.workers.close()
         end = end_of(over, seen)

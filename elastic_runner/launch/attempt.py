@@ -43,6 +43,8 @@ class Seen:
     """Last finished steps by local rank."""
     place: RunPlace | None
     """The run; None when no worker got so far as to say."""
+    out_of_memory: bool = False
+    """Whether the kernel has killed for want of memory meanwhile."""
 
 
 def end_of(over: Over, seen: Seen) -> End | None:
@@ -57,7 +59,8 @@ def end_of(over: Over, seen: Seen) -> End | None:
     local = first_killed(seen.codes)
     if local is not None:
         name = _signal(seen.codes[local])
-        message = f"rank {seen.ranks[local]} was killed by {name}"
+        why = ": the kernel has killed for want of memory" if name == "SIGKILL" and seen.out_of_memory else ""
+        message = f"rank {seen.ranks[local]} was killed by {name}{why}"
         return _end(seen, kind=name, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
     local = next(local for local, code in seen.codes.items() if code)
     # Who lost a peer ends after that peer, which may have left without a word.

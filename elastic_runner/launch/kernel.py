@@ -20,6 +20,19 @@ def state(pid: int) -> str:
     return ""
 
 
+def memory_kills() -> int:
+    """How often the kernel has killed for want of memory: in this container where it counts that, else on the machine.
+
+    0 where neither is known.
+    """
+    for file, word in ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            if word in counts:
+                return int(counts[word])
+    return 0
+
+
 def name(pid: int) -> str:
     """The name of its main thread. Not its command line, which may hold secrets."""
     return _line(pid, "comm")

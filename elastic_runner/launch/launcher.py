@@ -28,7 +28,8 @@ from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
 from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.notice import Notices
-from elastic_runner.launch.options import budgets, by_itself, parse
+from elastic_runner.launch.options import budgets, by_itself, check_port, parse
+from elastic_runner.launch.processes import forget_shared_memory
 from elastic_runner.launch.rendezvous.handler import JobEnded
 from elastic_runner.launch.restart import default_policies
 from elastic_runner.observability.summary import decode, encode
@@ -52,6 +53,7 @@ def launch(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
     with _agent_directory() as directory:
         by_itself(options, directory)
+        check_port(options)
         server = ForkServer(options.preload, fork=options.start_by == "fork")
         notices = Notices(file=options.notice_file, url=options.notice_url)
         plan = Plan(directory=directory, policies=policies, sweep=server.sweep, notices=notices)
@@ -94,6 +96,7 @@ def _agent_directory() -> Iterator[Path]:
             handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                forget_shared_memory(verdict.processes(left))
                 shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -105,6 +108,7 @@ def _agent_directory() -> Iterator[Path]:
             yield Path(directory)
         finally:
             del os.environ[AGENT_DIR]
+            forget_shared_memory(verdict.processes(directory))
             os.close(handle)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
@@ -62,6 +63,20 @@ def budgets(options: argparse.Namespace) -> Budgets:
             raise ConfigError(f"--budget {given}: it is CAUSE=N, with a cause of {', '.join(sorted(known))}")
         allowed[cause] = int(number)
     return Budgets(**allowed)
+
+
+def check_port(options: argparse.Namespace) -> None:
+    """Raise ConfigError where the port that this node is to host torchrun's static rendezvous at is taken."""
+    if options.rdzv_backend != "static" or options.rdzv_endpoint or str(options.node_rank) != "0":
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(options.master_port)))
+        except OSError as error:
+            raise ConfigError(
+                f"--master-port {options.master_port} of {options.master_addr}: {error.strerror}; choose another one"
+            ) from None
 
 
 def by_itself(options: argparse.Namespace, directory: Path) -> None:

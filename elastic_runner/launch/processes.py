@@ -120,6 +120,18 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def forget_shared_memory(pids: Iterable[int]) -> None:
+    """Remove what processes that are gone have left in /dev/shm: torch names a tensor's memory there, for the moment
+    until another process has opened it.
+    """
+    gone = {pid for pid in pids if not Path(f"/proc/{pid}").exists()}
+    for path in Path("/dev/shm").glob("torch_*"):
+        pid = path.name.split("_")[1]
+        if pid.isdigit() and int(pid) in gone:
+            with suppress(OSError):
+                path.unlink()
+
+
 def end_descendants(seconds: float, spared: Iterable[int] = ()) -> None:
     """Kill all that came of this process, but for some children, and reap them; for so long at most."""
     end = time.monotonic() + seconds

@@ -6,6 +6,7 @@ nothing. The record lies in the run directory, so that all agents judge by the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -73,7 +74,9 @@ def within_budget(budgets: Budgets) -> Policy:
         spent = [end for end in since_progress(ends) if cause_of(end) == cause]
         if len(spent) <= allowed:
             return None
-        said = f"{allowed} restarts after a {cause} without progress are used up; the last: {ends[-1].message}"
+        kinds = ", ".join(f"{kind} {count}" for kind, count in Counter(end.kind for end in spent).items())
+        said = f"{allowed} of {allowed} restarts after a {cause} are used, without progress ({kinds}); the last: "
+        said += ends[-1].message
         return Verdict(code=ExitCode.FAILED, message=said, final=True)
 
     return judge

@@ -108,6 +108,7 @@ def test_a_silent_node_is_noticed_after_its_lease(endpoint: str) -> None:
 
 
 def test_a_spare_waits_and_steps_in(endpoint: str) -> None:
+    """Case c13: it closes nothing, and has no deadline."""
     with nodes(endpoint, 2, nodes=(2, 2)) as all_nodes:
         spare = Node(endpoint, nodes=(2, 2), conf={"join_timeout": 1.0})
         eventually(lambda: spare.handler._member is not None and spare.handler._member._spare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def test_a_killed_worker_comes_before_the_peers_that_noticed() -> None:
     )
     line = "attempt 2 is over after step 41: rank 5 was killed by SIGKILL (then rank 4 exit code 1)"
     assert describe(over, end, known) == line
+
+
+def test_want_of_memory_is_named() -> None:
+    known = replace(seen({1: -9}), out_of_memory=True)
+    end = end_of(Over(cause="workers"), known)
+    assert end is not None and end.message == "rank 5 was killed by SIGKILL: the kernel has killed for want of memory"
 
 
 def test_an_error_of_its_own_comes_before_a_signal() -> None:

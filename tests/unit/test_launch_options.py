@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from elastic_runner.errors import ConfigError
-from elastic_runner.launch.options import budgets, by_itself, parse
+from elastic_runner.launch.options import budgets, by_itself, check_port, parse
 from elastic_runner.launch.restart import Budgets
 
 
@@ -43,3 +44,15 @@ def test_what_was_asked_for_stays(flags: list[str], tmp_path: Path) -> None:
     before = vars(options).copy()
     by_itself(options, tmp_path)
     assert vars(options) == before
+
+
+def test_a_busy_port_is_told_before_workers_start() -> None:
+    """Case c12: with host and port, and not as a failure of training."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        busy = parse(["--nnodes=2", "--node-rank=0", "--master-addr=here", f"--master-port={port}", "s.py"])
+        with pytest.raises(ConfigError, match=f"--master-port {port} of here: Address already in use; choose another"):
+            check_port(busy)
+        check_port(parse(["--nnodes=2", "--node-rank=1", f"--master-port={port}", "s.py"]))

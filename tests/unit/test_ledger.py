@@ -152,7 +152,8 @@ def test_effective_passes_over_foreign_records() -> None:
 
 @given(cuts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=6))
 def test_any_history_of_kills_ends_in_the_undisturbed_run(cuts: list[tuple[int, int]]) -> None:
-    """Each attempt does some steps; the next resumes some steps further back. Every sample is still used once."""
+    """Each attempt does some steps; the next resumes some steps further back. Every sample is still used once, and a
+    reader gets each step once, from the attempt that led to the result (case c67)."""
     run, records, at, done, lost = steps(100), [start(0)], 0, 0, 0
     for forward, back in [*cuts, (8, 0)]:
         records += run[at : at + forward]

@@ -54,7 +54,9 @@ def test_each_cause_has_a_budget_of_its_own() -> None:
     assert judge([end(), end(HANG), end(), end(HANG)]) is not None
     objection = judge([end(), end(HANG), end(), end()])
     assert objection is not None and objection.code == ExitCode.FAILED and objection.final
-    assert objection.message.startswith("2 restarts after a crash without progress are used up")
+    assert objection.message.startswith(
+        "2 of 2 restarts after a crash are used, without progress (SIGKILL 3); the last"
+    )
 
 
 def test_a_checkpoint_gives_all_back_and_its_attempt_counts() -> None:
