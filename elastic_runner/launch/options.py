@@ -67,7 +67,8 @@ def budgets(options: argparse.Namespace) -> Budgets:
 
 def check_port(options: argparse.Namespace) -> None:
     """Raise ConfigError where the port that this node is to host torchrun's static rendezvous at is taken."""
-    if options.rdzv_backend != "static" or options.rdzv_endpoint or str(options.node_rank) != "0":
+    hosts = options.rdzv_backend == "static" and not options.rdzv_endpoint and str(options.node_rank) == "0"
+    if not hosts or options.master_port is None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

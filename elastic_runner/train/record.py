@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_runner import paths
 from elastic_runner.data.ledger import LedgerWriter, Tally, effective, read_records, tally
@@ -23,100 +23,61 @@ from elastic_runner.train.lines import StepLines, missing
 log = logging.getLogger(__name__)
 
 
-class RunRecord(Protocol):
-    """Events of one attempt, in order."""
-
-    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
-        """The attempt continues after step ``resumed_at``."""
-        ...
-
-    def step(self, record: dict[str, Any]) -> None:
-        """An optimizer step is committed."""
-        ...
-
-    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The model after ``step`` was evaluated."""
-        ...
-
-    @property
-    def lines(self) -> StepLines:
-        """Lines of steps that may have to wait."""
-        ...
-
-    def recover(self, lines: bytes, resumed_at: int) -> None:
-        """The attempt continues from a snapshot that these came with: put on record what is not there."""
-        ...
-
-    def saving(self) -> None:
-        """A checkpoint is about to be written: what is on record must not be younger than it. Called beside steps."""
-        ...
-
-    def committed(self, step: int) -> None:
-        """A checkpoint is durable. Called beside steps."""
-        ...
-
-    def not_saved(self, *, skipped: bool) -> None:
-        """A save was skipped, or has failed, and training goes on."""
-        ...
-
-    def end(self, status: Status, message: str = "") -> None:
-        """The attempt is over."""
-        ...
-
-    def fail(self, message: str, *, consequence: bool) -> None:
-        """The attempt ends by an error here; ``consequence``: of another rank's, whose reason is the better one."""
-        ...
-
-
-class PeerRecord:
-    """For all ranks but the main one: only a failure of its own is written."""
+class RunRecord:
+    """Events of one attempt, in order. A rank keeps lines for its snapshots, and writes down its own failure alone."""
 
     def __init__(self, storage: Storage, *, attempt: int) -> None:
         self._storage = storage
         self._attempt = attempt
         self.lines = StepLines(lambda line: None, attempt)
+        """Lines of steps that may have to wait."""
 
     def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
-        """Lines that wait are of a course that has ended."""
-        self.lines.hold(False)
+        """The attempt continues after step ``resumed_at``."""
+        self.lines.hold(False)  # the program went back on its own: what waits is of a course that has ended
 
     def step(self, record: dict[str, Any]) -> None:
-        """Keep it as long as a snapshot has to carry it."""
+        """An optimizer step is committed."""
         self.lines.add({"event": "step", **_as_json(record)})
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep it as long as a snapshot has to carry it."""
+        """The model after ``step`` was evaluated."""
         self.lines.add({"event": "evaluation", "step": step, "metrics": _as_json(metrics)})
 
     def recover(self, lines: bytes, resumed_at: int) -> None:
-        """Nothing."""
+        """The attempt continues from a snapshot that these came with: put on record what is not there."""
 
     def saving(self) -> None:
-        """Nothing."""
+        """A checkpoint is about to be written: what is on record must not be younger than it. Called beside steps."""
 
     def committed(self, step: int) -> None:
-        """Nothing."""
+        """A checkpoint is durable. Called beside steps."""
 
     def not_saved(self, *, skipped: bool) -> None:
-        """Nothing."""
+        """A save was skipped, or has failed, and training goes on."""
 
     def end(self, status: Status, message: str = "") -> None:
-        """Nothing."""
+        """The attempt is over."""
 
     def fail(self, message: str, *, consequence: bool) -> None:
-        """Say in the summary why, unless a newer attempt has it."""
+        """The attempt ends by an error here; ``consequence``: of another rank's, whose reason is the better one.
+
+        The summary says it, unless a newer attempt has it.
+        """
         summary = read_summary(self._storage)
         if summary is not None and summary.attempt == self._attempt and not consequence:
             changed = dataclasses.replace(summary, status="failed", message=message, updated=time.time())
             self._storage.put(paths.SUMMARY, encode(changed))
 
 
-class MainRecord:
-    """Writes the ledger as it goes and the summary at start, save, evaluation and end; threads may call it at once."""
+class MainRecord(RunRecord):
+    """Global rank 0's: the ledger is written as it goes, the summary at start, save, evaluation and end.
+
+    Threads may call it at once.
+    """
 
     def __init__(self, storage: Storage, *, attempt: int, target_step: int, restarts: int) -> None:
-        self._storage = storage
-        self._attempt = attempt
+        super().__init__(storage, attempt=attempt)
         self._ledger = LedgerWriter(storage, attempt)
         self.lines = StepLines(self._ledger.append, attempt)
         self._led_here: tuple[int, list[dict[str, Any]], int] | None = None

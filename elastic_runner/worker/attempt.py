@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from typing import Any
 
 from elastic_runner import paths
+from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import AlreadyExists, Fenced
 from elastic_runner.storage import Storage
 
@@ -27,6 +30,18 @@ def begin_attempt(storage: Storage, facts: dict[str, Any]) -> int:
             number += 1
         else:
             return number
+
+
+def begin_together(storage: Storage, coordinator: Coordinator) -> tuple[int, int]:
+    """Take the next number once for all ranks, and count the attempts before. Collective."""
+    pids = coordinator.gather("pids", (socket.gethostname(), os.getpid()))
+    facts = {"world_size": len(pids), "workers": [{"host": host, "pid": pid} for host, pid in pids]}
+
+    def begin() -> tuple[int, int]:
+        number = begin_attempt(storage, facts)
+        return number, len(attempts(storage)) - 1
+
+    return coordinator.once("attempt", begin)
 
 
 def check_fence(storage: Storage, attempt: int) -> None:

@@ -1,25 +1,14 @@
-"""How a worker dies: the reason is printed and recorded first, and no collective is waited for."""
+"""What is said of an error: by the exit code, and to a person."""
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import sys
-import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
-
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, PeerLost, PhaseTimeout
-from elastic_runner.worker.deadline import leave_soon
 
 _CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused")
-_LAST_WRITE = 10.0
-"""Seconds for the last write of the summary."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -54,47 +43,3 @@ def where_am_i(rank: int, world_size: int, phase: str, done: int | None) -> str:
     """Rank, host, phase and the last finished step in a few words."""
     at = "" if done is None else f", after step {done}"
     return f"rank {rank} of {world_size} on {socket.gethostname()}, phase {phase}{at}"
-
-
-def tell(error: BaseException, where: str, *, with_traceback: bool) -> None:
-    """Print ``describe`` to stderr."""
-    print(describe(error, where, with_traceback=with_traceback), file=sys.stderr, flush=True)
-
-
-def in_time(action: Callable[[], None]) -> None:
-    """Run ``action`` for a few seconds at most, and drop its errors: the process is about to leave."""
-
-    def run() -> None:
-        with suppress(Exception):
-            action()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_LAST_WRITE)
-
-
-def leave_at_once_on(
-    failed: Callable[[BaseException], bool], tell: Callable[[BaseException], None]
-) -> Callable[[type[BaseException], BaseException, TracebackType | None], None]:
-    """An excepthook for errors that left a worker: print, then exit by code without waiting in destructors or atexit.
-
-    A process group that lost a peer can block in either for as long as its time-out.
-    """
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not failed(error):
-            previous(kind, error, trace)
-            return
-        code = exit_code(error)
-        leave_soon(code)
-        tell(error)
-        sys.stdout.flush()
-        os._exit(code)
-
-    return hook
-
-
-def record_for_agent(error: BaseException) -> None:
-    """Describe the error where torchelastic's agent looks for it (TORCHELASTIC_ERROR_FILE)."""
-    get_error_handler().record_exception(error)

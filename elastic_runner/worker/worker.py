@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic_runner import history, paths, stacks, verdict
+from elastic_runner import history, stacks, verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.checkpoint.snapshot_plan import Memory, run_identity
@@ -26,25 +23,27 @@ from elastic_runner.checkpoint.trust import blamed, last_of_the_same
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
-from elastic_runner.data.source import Span
 from elastic_runner.environment import Environment, read_environment
-from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, SaveFailed
+from elastic_runner.errors import ExitCode, Interrupted
 from elastic_runner.observability.logs import ensure_logging
 from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
 from elastic_runner.train import evaluate as evaluation
 from elastic_runner.train.loop import run_steps
-from elastic_runner.train.record import MainRecord, PeerRecord, RunRecord, read_summary
+from elastic_runner.train.record import MainRecord, RunRecord, read_summary
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
 from elastic_runner.train.strategy import check_strategy, prepare
 from elastic_runner.train.synchronize import make_buffers_equal
 from elastic_runner.uncaught import exit_by_code
-from elastic_runner.verdict import RunPlace, Verdict
+from elastic_runner.verdict import Verdict
 from elastic_runner.worker import attempt as attempts
-from elastic_runner.worker import report
-from elastic_runner.worker.device import choose_backend, choose_device
-from elastic_runner.worker.process_group import connect, start_groups
+from elastic_runner.worker.course import Course
+from elastic_runner.worker.device import choose_device
+from elastic_runner.worker.failure import Failure, in_time, let_save_end
+from elastic_runner.worker.groups import join, leave
+from elastic_runner.worker.node import this_agent, this_node
+from elastic_runner.worker.report import is_consequence, where_am_i
 from elastic_runner.worker.signals import StopNotice
 from elastic_runner.worker.watches import watches
 
@@ -84,16 +83,12 @@ class Worker:
         self.draining = False
         self._environment: Environment = read_environment()
         self._notice = StopNotice()
-        self._state: TrainState | None = None
-        self._restored: str | None = None
-        self._in_memory = False
-        self._saved_step: int | None = None
-        self._span: Span | None = None
-        self._error: BaseException | None = None
-        self._told = False
+        self._course = Course()
+        self._failure = Failure(self._environment, self.storage, self._course, self._where)
+        self._coordinators: tuple[Coordinator, ...] = ()
         self._watch, self._save_watch = watches(
             config.timeouts, self._environment,
-            training=self._where, saving=self._where_saving, position=self._position,
+            training=self._where, saving=lambda: self._where("save, beside training"), position=self._course.position,
         )  # fmt: skip
         self.background = Background(lambda: self._save_watch.phase("save"))
 
@@ -130,32 +125,25 @@ class Worker:
     @property
     def node(self) -> str:
         """What ranks that see each other's memory have in common: host and process namespace."""
-        host = socket.gethostname()
-        with suppress(OSError):  # tells hosts of the same name apart
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{host}/{Path('/proc/self/ns/pid').stat().st_ino}"
-
-    @property
-    def _agent(self) -> str:
-        """What ranks that were started by the same agent have in common."""
-        return f"{self.node}/{self._environment.agent_dir or ''}"
+        return this_node()
 
     def __enter__(self) -> Worker:
         env, config = self._environment, self.config
         ensure_logging(f"[{socket.gethostname()}:{env.rank}]")
         stacks.answer_requests(env.agent_dir)
         self._excepthook = sys.excepthook
-        hook = sys.excepthook = report.leave_at_once_on(lambda error: error is self._error, self._tell)
+        hook = sys.excepthook = self._failure.excepthook()
         try:
             self._notice.install()
             with self._watch.phase("setup"):
                 self.device = choose_device(env.local_rank)
                 check_strategy(config, world_size=env.world_size, device=self.device)
                 try:
-                    self._connect()
+                    self._coordinators = join(env, self.device, config.timeouts)
                 finally:
                     # init_process_group wraps it, holding back what it prints until it returns, which it does not.
                     sys.excepthook = hook
+                self.coordinator, self.checkpoint_coordinator, self.background_coordinator = self._coordinators
                 self._begin()
         except BaseException as error:
             self._fail(error)
@@ -172,7 +160,7 @@ class Worker:
             with self._watch.phase("teardown"):
                 interrupted = self._finish()
                 self.background.rest()
-                self._leave_groups()
+                leave(self._coordinators)
         except BaseException as failure:
             self._fail(failure)
             raise
@@ -190,9 +178,9 @@ class Worker:
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
-        self._state = state
+        self._course.state = state
         for step in run_steps(state, self):
-            self._span = step.span
+            self._course.span = step.span
             yield step
 
     def evaluate(
@@ -205,7 +193,7 @@ class Worker:
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> dict[str, float]:
         """Means over ``dataset`` as in ``train.evaluate``, put on record. Collective."""
-        step = self._state.step if self._state else 0
+        step = self._course.step
         metrics = evaluation.evaluate(
             model, dataset, metric, self, batch_size=batch_size, collate_fn=collate_fn,
             # The last one is not cut short: the run will not be started again for it.
@@ -265,7 +253,7 @@ class Worker:
 
     def restored(self, path: str | None, *, in_memory: bool = False) -> None:
         """Remember what this attempt starts from: if it fails, that goes on record. On every rank."""
-        self._restored, self._in_memory = path, in_memory
+        self._course.restored, self._course.in_memory = path, in_memory
         self._tell_place()
 
     def recovered(self, lines: bytes, step: int) -> None:
@@ -284,7 +272,7 @@ class Worker:
     @property
     def in_memory_only(self) -> bool:
         """Whether the state that the attempt began with is nowhere else yet."""
-        return self._in_memory and self._saved_step is None
+        return self._course.in_memory_only
 
     def committed(self, step: int) -> None:
         """Put a durable checkpoint on record; beside training."""
@@ -292,7 +280,7 @@ class Worker:
 
     def saved(self, step: int) -> None:
         """Know of a durable checkpoint."""
-        self._saved_step = step
+        self._course.saved_step = step
         self.record.lines.saved(step)
         self._tell_place()
 
@@ -304,21 +292,6 @@ class Worker:
             )
         self.record.not_saved(skipped=skipped)
 
-    def _connect(self) -> None:
-        timeouts, env = self.config.timeouts, self._environment
-        # Less than the phase has, so that it is said who is absent; TCPStore counts whole seconds.
-        patience = max(0.9 * timeouts.setup - 1, timeouts.setup / 2)
-        steps, checkpoints, background = start_groups(
-            connect(env, patience),
-            env,
-            choose_backend(self.device),
-            setup=patience,
-            step=max(timeouts.step, timeouts.first_step, timeouts.evaluate, timeouts.on_main),
-            checkpoint=max(timeouts.save, timeouts.load),
-        )
-        self.coordinator, self.checkpoint_coordinator = Coordinator(steps), Coordinator(checkpoints)
-        self.background_coordinator = Coordinator(background)
-
     def _begin(self) -> None:
         target = self.config.training.max_steps
         summary = self.coordinator.once("summary", lambda: read_summary(self.storage))
@@ -326,15 +299,13 @@ class Worker:
             self.print(
                 f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do."
             )
-            self._leave_groups()
+            leave(self._coordinators)
             self._close()
             raise AlreadyFinished(0)
-        pids = self.coordinator.gather("pids", (socket.gethostname(), os.getpid()))
-        facts = {"world_size": self.world_size, "workers": [{"host": h, "pid": p} for h, p in pids]}
-        self.attempt, taken = self.coordinator.once("attempt", lambda: self._take_attempt(facts))
-        restarts = taken - 1
+        self.attempt, restarts = attempts.begin_together(self.storage, self.coordinator)
+        self._course.attempt = self.attempt
         self._tell_place()
-        self.record = PeerRecord(self.storage, attempt=self.attempt)
+        self.record = RunRecord(self.storage, attempt=self.attempt)
         if self.is_main:
             self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
@@ -350,37 +321,20 @@ class Worker:
             config.snapshot, memory, self.record.lines, self.checkpoint_coordinator, run=run, attempt=self.attempt
         )
 
-    def _take_attempt(self, facts: Mapping[str, Any]) -> tuple[int, int]:
-        number = attempts.begin_attempt(self.storage, dict(facts))
-        return number, len(attempts.attempts(self.storage))
-
     def _tell_place(self) -> None:
         """Let the launcher of this node know of the run, in case that no worker will be able to."""
         if self.is_local_main:
-            place = RunPlace(
-                url=self.run_url,
-                options=self.storage_options,
-                attempt=self.attempt,
-                restored=self._restored,
-                saved=self._saved_path,
-            )
+            place = self._course.place(self.run_url, self.storage_options)
             verdict.place(self._environment.agent_dir, place)
 
-    @property
-    def _saved_path(self) -> str | None:
-        """The newest manifest of this attempt."""
-        return None if self._saved_step is None else paths.manifest(self._saved_step, self.attempt)
-
     def _finish(self) -> Interrupted | None:
-        step, target = (self._state.step if self._state else 0), self.config.training.max_steps
+        step, target, agent = self._course.step, self.target, this_agent(self._environment.agent_dir)
         with self.phase("save"):
             unsaved = self.background.outcome()  # the program left the loop while a save was going on
         if unsaved is not None:
             raise unsaved
-        asked = self.coordinator.gather("finish", (self._agent, self.stop_requested))
-        begun = self._state.begun_at if self._state else step
-        unchanged = step == begun and not self.in_memory_only
-        kept = "saved" if self._saved_step == step or unchanged else "NOT saved (call checkpointer.maybe_save)"
+        asked = self.coordinator.gather("finish", (agent, self.stop_requested))
+        kept = "saved" if self._course.kept else "NOT saved (call checkpointer.maybe_save)"
         status: Status = "finished" if step >= target else "interrupted"
         message = "" if status == "finished" else f"{self._why_so_early()}; {kept} at step {step} of {target}"
         self.record.end(status, message)
@@ -390,8 +344,8 @@ class Worker:
         # The others leave after the summary is written: their end makes the launcher end everybody.
         self.coordinator.gather("finished", None)
         code = ExitCode.INTERRUPTED if self.draining and status == "interrupted" else ExitCode.FINISHED
-        here = any(stop for agent, stop in asked if agent == self._agent)
-        self._tell_launcher(Verdict(code=code, message=message, final=True, asked=here))
+        here = any(stop for there, stop in asked if there == agent)
+        verdict.tell(self._environment.agent_dir, Verdict(code=code, message=message, final=True, asked=here))
         if code == ExitCode.FINISHED:
             return None
         return Interrupted(f"{message}. Start the same command again to continue.")
@@ -401,84 +355,33 @@ class Worker:
             return "the program left the loop"
         return f"asked to stop ({self._notice.received or 'by another rank'})"
 
-    def _tell_launcher(self, given: Verdict) -> None:
-        verdict.tell(self._environment.agent_dir, given)
-
     def _fail(self, error: BaseException) -> None:
         """Say and record the reason; no collective of our own, since peers may be gone."""
         if isinstance(error, (AlreadyFinished, GeneratorExit)):
             return
         if isinstance(error, SystemExit) and not error.code:
-            step = self._state.step if self._state else 0
-            report.in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {step}"))
-            unsaved = self._let_save_end()
-            self._leave_groups()
-            self._close()
-            if unsaved is not None:
-                raise unsaved
+            self._leave_by_exit()
             return
-        message = f"rank {self.rank}: {type(error).__name__}: {error}"[:500]
-        consequence = report.is_consequence(error)
-        self._tell_launcher(
-            Verdict(
-                code=report.exit_code(error),
-                message=message,
-                final=isinstance(error, ElasticRunnerError) and not error.restartable,
-                consequence=consequence,
-                kind=type(error).__name__,
-                rank=self.rank,
-                step=self._state.step if self._state else None,
-            )
-        )
-        self._error = error
-        with suppress(Exception):
-            report.record_for_agent(error)
-        if self.world_size > 1:
-            self._tell(error)  # now: what the program does on its way out may wait for peers
-        if hasattr(self, "record"):
-            report.in_time(lambda: self._record_failure(error, message, consequence))
+        self._failure.report(error, getattr(self, "record", None))
         # Where a peer is gone already, no save can end well.
-        if not consequence and (unsaved := self._let_save_end()) is not None:
+        if not is_consequence(error) and (unsaved := self._let_save_end()) is not None:
             log.error("%s", unsaved)
         if self.world_size == 1:
             # A program that called us may catch the error and go on.
-            self._leave_groups()
+            leave(self._coordinators)
             self._watch.close()
             self._notice.restore()
 
+    def _leave_by_exit(self) -> None:
+        in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {self._course.step}"))
+        unsaved = self._let_save_end()
+        leave(self._coordinators)
+        self._close()
+        if unsaved is not None:
+            raise unsaved
+
     def _let_save_end(self) -> BaseException | None:
-        """What is being saved need not be lost with us; what it failed with."""
-        seconds = self.config.timeouts.teardown
-        if not self.background.wait(seconds):
-            return SaveFailed(f"the save that was going on did not end within {seconds:g} s (timeouts.teardown)")
-        failure = self.background.outcome()
-        self.background.rest(seconds)
-        return failure
-
-    def _record_failure(self, error: BaseException, message: str, consequence: bool) -> None:
-        try:
-            if not consequence:
-                end = history.End(
-                    attempt=self.attempt,
-                    kind=type(error).__name__,
-                    step=self._state.step + 1 if self._state else None,
-                    restored=self._restored,
-                    in_memory=self._in_memory,
-                    saved=self._saved_path,
-                    rank=self.rank,
-                    message=message,
-                    samples=_samples(self._span),
-                )
-                history.write_end(self.storage, end)
-        finally:
-            self.record.fail(message, consequence=consequence)
-
-    def _leave_groups(self) -> None:
-        for name in ("coordinator", "checkpoint_coordinator", "background_coordinator"):
-            if hasattr(self, name):
-                getattr(self, name).close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        return let_save_end(self.background, self.config.timeouts.teardown)
 
     def _close(self) -> None:
         self._watch.close()
@@ -486,25 +389,9 @@ class Worker:
         self._notice.restore()
         sys.excepthook = self._excepthook
 
-    def _position(self) -> tuple[int, int]:
-        return getattr(self, "attempt", 0), self._state.step if self._state else -1
-
-    def _where(self) -> str:
-        done = self._state.step if self._state else None
-        return report.where_am_i(self.rank, self.world_size, self._watch.current, done)
-
-    def _where_saving(self) -> str:
-        done = self._state.step if self._state else None
-        return report.where_am_i(self.rank, self.world_size, "save, beside training", done)
-
-    def _tell(self, error: BaseException) -> None:
-        if not self._told:
-            self._told = True
-            report.tell(error, self._where(), with_traceback=self._environment.traceback)
-
-
-def _samples(span: Span | None) -> str:
-    return "" if span is None else f"epoch {span.epoch}, positions {span.first} to {span.last - 1}"
+    def _where(self, phase: str | None = None) -> str:
+        """This process in a few words. ``phase``: the one that the program is in, unless another is meant."""
+        return where_am_i(self.rank, self.world_size, phase or self._watch.current, self._course.done)
 
 
 __all__ = ["AlreadyFinished", "Worker"]
