@@ -9,6 +9,7 @@ HELP = """usage: scripts/bench BENCHMARK [flags]
 benchmarks:
   checkpoint     saving and loading against memcpy, raw direct I/O, torch.distributed.checkpoint and a plain S3 upload
   control-plane  the rendezvous with up to 1,000 simulated nodes
+  recovery       seconds from a fault to the next committed step, against stock torchrun on the same script
 
 'scripts/bench BENCHMARK --help' says what is measured and how."""
 
@@ -27,6 +28,10 @@ def main() -> int:
         from benchmarks.control_plane import main as control_plane
 
         return control_plane(rest)
+    if name == "recovery":
+        from benchmarks.recovery import main as recovery
+
+        return recovery(rest)
     print(f"scripts/bench: no benchmark {name!r}; --help lists them", file=sys.stderr)
     return 2
 

@@ -31,6 +31,10 @@ _ENDING = 10.0
 """Seconds for the server to end all that it has started."""
 
 
+class _ServerGone(OSError):
+    """It was killed, perhaps a moment ago."""
+
+
 class ForkServer:
     """The server as its agent sees it. ``modules``: imported there besides our own list, if it is to ``fork``.
 
@@ -49,15 +53,16 @@ class ForkServer:
         self, command: Sequence[str], env: Mapping[str, str], *, stdout: str = "", stderr: str = ""
     ) -> ForkedProcess:
         """Start a worker, by fork where it is a Python script. ``stdout``, ``stderr``: files. Raises OSError."""
-        if self._server.over:
+        request = {
+            "command": list(command), "env": dict(env), "fork": self._fork and _is_script(command),
+            "stdout": stdout, "stderr": stderr,
+        }  # fmt: skip
+        try:
+            process, unsafe = self._server.spawn(request)
+        except _ServerGone:
             self._server.close()
             self._server = _Server(self._modules, self._others)
-        process, unsafe = self._server.spawn(
-            {
-                "command": list(command), "env": dict(env), "fork": self._fork and _is_script(command),
-                "stdout": stdout, "stderr": stderr,
-            }
-        )  # fmt: skip
+            process, unsafe = self._server.spawn(request)
         if unsafe and not self._told:
             log.warning("workers are started by exec, which takes seconds: %s", unsafe)
             self._told = True
@@ -85,8 +90,6 @@ class _Server:
         with its:
             self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
         self.pid = self._process.pid
-        self.over = False
-        """Whether it has ended."""
         self._others = others
         self._closing = False
         self._connection = ours
@@ -99,8 +102,13 @@ class _Server:
 
     def spawn(self, request: dict[str, Any]) -> tuple[ForkedProcess, str]:
         """A worker, and why it was not forked. Raises OSError."""
-        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        try:
+            self._connection.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            raise _ServerGone("the fork server has ended") from error
         answer = self._answers.get()
+        if "gone" in answer:
+            raise _ServerGone("the fork server has ended")
         if "pid" not in answer:
             raise OSError(answer["failed"])
         process = ForkedProcess(answer["pid"])
@@ -135,8 +143,7 @@ class _Server:
         if not self._closing:
             log.error("the fork server has ended, and its workers with it")
             end_descendants(_ENDING, spared=self._others)
-        self.over = True
-        self._answers.put({"failed": "the fork server has ended"})
+        self._answers.put({"gone": True})
         with self._lock:
             for process in self._processes.values():
                 process.ended(-signal.SIGKILL)  # the kernel kills them with it

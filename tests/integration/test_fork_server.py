@@ -173,6 +173,19 @@ def test_a_server_with_threads_starts_workers_by_exec(
     assert "threads are running in the fork server" in caplog.text
 
 
+def test_a_killed_server_is_replaced_whenever_it_was_killed(tmp_path: Path) -> None:
+    server = ForkServer(fork=False)
+    try:
+        first = server.spawn(["/bin/sh", "-c", "sleep 600"], dict(os.environ))
+        os.kill(server._server.pid, signal.SIGKILL)
+        assert server.spawn(["/bin/sh", "-c", "exit 9"], dict(os.environ)).wait(60) == 9
+        assert first.wait(60) == -signal.SIGKILL
+        while not is_gone(first.pid):
+            time.sleep(0.01)
+    finally:
+        server.close()
+
+
 def test_what_cannot_be_started_says_why(server: ForkServer, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no_such_program cannot be started: No such file"):
         server.spawn([str(tmp_path / "no_such_program")], dict(os.environ))
