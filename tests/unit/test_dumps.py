@@ -41,6 +41,8 @@ def test_only_the_main_thread_counts() -> None:
     text = dump("/a.py", thread="Thread") + "\n" + dump("/b.py", "/c.py") + "\n" + dump("/d.py", thread="Thread")
     assert [frame.file for frame in main_stack(text)] == ["/b.py", "/c.py"]
     assert main_stack("(no answer within 2 s)") == []
+    stopped = "(was stopped)\n" + dump("/a.py", thread="Thread") + "\n" + dump("/b.py", "/c.py", thread="Thread")
+    assert [frame.file for frame in main_stack(stopped)] == ["/b.py", "/c.py"], "a thread of gloo's took the signal"
 
 
 def test_the_place_names_the_call_and_the_programs_own_line() -> None:
