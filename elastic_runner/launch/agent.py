@@ -33,7 +33,7 @@ from elastic_runner import history, verdict
 from elastic_runner.environment import flight_recorder
 from elastic_runner.errors import ElasticRunnerError, ExitCode
 from elastic_runner.launch import kernel
-from elastic_runner.launch.attempt import Over, Seen, describe, end_of, tail
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, tail
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
 from elastic_runner.launch.memory import NodeMemory
 from elastic_runner.launch.notice import Notices
@@ -151,8 +151,6 @@ class Agent(LocalElasticAgent):
     def _start(self) -> _Attempt:
         """Rendezvous, then workers."""
         verdict.clear(str(self._plan.directory))
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._told)
         group = self._worker_group
         try:
             self._initialize_workers(group)
@@ -178,8 +176,9 @@ class Agent(LocalElasticAgent):
         workers, asked = attempt.workers, time.monotonic()
         while True:
             workers.wait([self._told], min(self._watchdog.wait_s(time.monotonic()), _POLLING))
-            codes = workers.codes
-            if any(code != ExitCode.FINISHED for code in codes.values()):
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._told)
+            if any(code != ExitCode.FINISHED for code in workers.codes.values()):
                 return self._failed(attempt)
             if not workers.pids:
                 return Over(cause="finished")
@@ -238,8 +237,9 @@ class Agent(LocalElasticAgent):
             self._keep(bundle, place)
         if stuck:
             raise self._no_more(_unhealthy(stuck))
-        if over.verdict is not None and over.verdict.final and not self._goes_on(over.verdict):
-            raise self._no_more(over.verdict)
+        final = last_word(over, seen)
+        if final is not None and not self._goes_on(final):
+            raise self._no_more(final)
         self._interrupted = over.verdict if end is None else None
         if end is not None:
             self._ends.append(end)

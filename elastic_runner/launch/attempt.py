@@ -71,6 +71,21 @@ def end_of(over: Over, seen: Seen) -> End | None:
     return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=step, message=message)
 
 
+def last_word(over: Over, seen: Seen) -> Verdict | None:
+    """A worker's verdict after which no attempt follows; None when there is none.
+
+    A program that fails when its run is finished has failed all the same. One that is killed then has done its work.
+    """
+    said = over.verdict
+    if said is None or not said.final:
+        return None
+    bad = next((local for local, code in seen.codes.items() if code > 0), None)
+    if said.code != ExitCode.FINISHED or bad is None:
+        return said
+    message = f"rank {seen.ranks[bad]} ended with exit code {seen.codes[bad]} after the run was finished"
+    return Verdict(code=ExitCode.FAILED, message=message, final=True)
+
+
 def first_killed(codes: Mapping[int, int]) -> int | None:
     """The local rank that was killed first; the others' errors follow from that."""
     return next((local for local, code in codes.items() if code < 0), None)

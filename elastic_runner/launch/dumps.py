@@ -124,8 +124,8 @@ class Frame:
 
 
 def main_stack(answer: str) -> list[Frame]:
-    """Frames of the main thread, innermost first: the one that took the signal. Where a thread that is not Python's did,
-    as in a process that was stopped, it is the last one.
+    """Frames of the main thread, innermost first: the one that took the signal. Where a thread that is not Python's
+    did, as in a process that was stopped, it is the last one.
     """
     threads = [block for block in answer.split("\n\n") if "(most recent call first)" in block]
     mine = next((block for block in threads if "Current thread" in block), threads[-1] if threads else "")

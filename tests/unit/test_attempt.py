@@ -9,7 +9,7 @@ import pytest
 
 from elastic_runner.errors import ExitCode
 from elastic_runner.history import HANG, End
-from elastic_runner.launch.attempt import Over, Seen, describe, end_of
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word
 from elastic_runner.launch.watchdog import Hang
 from elastic_runner.verdict import RunPlace, Verdict
 
@@ -69,6 +69,17 @@ def test_a_hang_is_told_by_the_watchdog() -> None:
     hang = Hang(local_rank=1, rank=5, pid=9, attempt=7, phase="step", step=41, seconds=2.0, reason="rank 5 is stopped")
     end = end_of(Over(cause="hang", hang=hang, reason=hang.reason), seen({}, {0: 41, 1: 41}))
     assert end is not None and (end.kind, end.rank, end.step) == (HANG, 5, 42)
+
+
+def test_a_program_that_fails_after_its_run_is_finished_has_failed() -> None:
+    finished = Over(cause="workers", verdict=said(code=ExitCode.FINISHED, message="", final=True))
+    word = last_word(finished, seen({0: 0, 1: 1}))
+    assert word is not None and word.code == ExitCode.FAILED
+    assert word.message == "rank 5 ended with exit code 1 after the run was finished"
+    assert last_word(finished, seen({0: 0, 1: -6})) == finished.verdict, "its work is done"
+    assert last_word(Over(cause="workers", verdict=said()), seen({0: 1})) is None
+    final = Over(cause="workers", verdict=said(code=3, final=True))
+    assert last_word(final, seen({0: 3})) == final.verdict
 
 
 @pytest.mark.parametrize(
