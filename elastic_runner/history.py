@@ -42,6 +42,9 @@ class End:
     in_memory: bool = False
     """Whether it went on from a snapshot in memory; ``restored`` is then the checkpoint behind that."""
 
+    learned_limit: bool = False
+    """A hang: whether it was judged by a limit that was learned from earlier durations, which may be wrong."""
+
     def went_through(self, path: str) -> bool:
         """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""
         if self.restored == path:
@@ -58,12 +61,12 @@ def write_end(storage: Storage, end: End) -> None:
         storage.create(paths.attempt_end(end.attempt), json.dumps(record, indent=1).encode())
 
 
-def read_ends(storage: Storage) -> list[End]:
+def read_ends(storage: Storage, most: int = _RECENT) -> list[End]:
     """The latest ends on record, oldest first; torn ones are left out."""
     numbers = sorted(n for name in storage.list(paths.ATTEMPTS) if (n := paths.ended_attempt(name)) is not None)
     known = {field.name for field in fields(End)}
     found = []
-    for number in numbers[-_RECENT:]:
+    for number in numbers[-most:]:
         with suppress(NotFound, ValueError, TypeError, AttributeError):
             record = json.loads(storage.read(paths.attempt_end(number)))
             found.append(End(**{name: value for name, value in record.items() if name in known}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +51,8 @@ def end_of(over: Over, seen: Seen) -> End | None:
     """What goes on record; None for what is no failure."""
     said = over.verdict
     if over.hang is not None:
-        return _end(seen, kind=HANG, rank=over.hang.rank, step=over.hang.step, message=over.hang.reason)
+        end = _end(seen, kind=HANG, rank=over.hang.rank, step=over.hang.step, message=over.hang.reason)
+        return replace(end, learned_limit=over.hang.learned)
     if over.cause != "workers" or (said is not None and said.code in (ExitCode.INTERRUPTED, ExitCode.FINISHED)):
         return None
     if said is not None and not said.consequence:

@@ -45,6 +45,8 @@ class Hang:
     """How long it has been there, or stopped."""
     reason: str
     """In words, with who waits for it."""
+    learned: bool = False
+    """Whether the limit that was passed was a learned one, which may be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,8 @@ def _late(sight: Sight, first: Sight, sights: Sequence[Sight], spent: Callable[[
         assert past is not None
         stands = "has given no sign of life" if beat is None else _stands(beat, spent)
         said = f"{_name(sight)} is behind: it {stands}; {_name(first)} {_stands(past, spent)}{_allowed(past)}"
-    return _hang(sight, beat, spent(beat.since) if beat else 0.0, said + _waiting(sight, sights, spent))
+    learned = first.training is not None and first.training.learned
+    return _hang(sight, beat, spent(beat.since) if beat else 0.0, said + _waiting(sight, sights, spent), learned)
 
 
 def _late_save(sight: Sight, spent: Callable[[float], float]) -> Hang:
@@ -134,12 +137,12 @@ def _late_save(sight: Sight, spent: Callable[[float], float]) -> Hang:
     return _hang(sight, beat, spent(beat.since), said)
 
 
-def _hang(sight: Sight, beat: Beat | None, seconds: float, reason: str) -> Hang:
+def _hang(sight: Sight, beat: Beat | None, seconds: float, reason: str, learned: bool = False) -> Hang:
     known = sight.training or sight.saving
     return Hang(
         local_rank=sight.local_rank, rank=known.rank if known else None, pid=sight.pid,
         attempt=known.attempt if known else 0, phase=beat.phase if beat else "", step=beat.step if beat else -1,
-        seconds=seconds, reason=reason,
+        seconds=seconds, reason=reason, learned=learned,
     )  # fmt: skip
 
 

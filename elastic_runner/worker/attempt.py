@@ -11,6 +11,7 @@ from typing import Any
 from elastic_runner import paths
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import AlreadyExists, Fenced
+from elastic_runner.history import End, read_ends
 from elastic_runner.storage import Storage
 
 
@@ -32,14 +33,14 @@ def begin_attempt(storage: Storage, facts: dict[str, Any]) -> int:
             return number
 
 
-def begin_together(storage: Storage, coordinator: Coordinator) -> tuple[int, int]:
-    """Take the next number once for all ranks, and count the attempts before. Collective."""
+def begin_together(storage: Storage, coordinator: Coordinator) -> tuple[int, int, End | None]:
+    """Take the next number once for all ranks, count the attempts before, and read the last failure. Collective."""
     pids = coordinator.gather("pids", (socket.gethostname(), os.getpid()))
     facts = {"world_size": len(pids), "workers": [{"host": host, "pid": pid} for host, pid in pids]}
 
-    def begin() -> tuple[int, int]:
+    def begin() -> tuple[int, int, End | None]:
         number = begin_attempt(storage, facts)
-        return number, len(attempts(storage)) - 1
+        return number, len(attempts(storage)) - 1, next(iter(read_ends(storage, most=1)), None)
 
     return coordinator.once("attempt", begin)
 

@@ -124,6 +124,10 @@ class PhaseWatch:
                 self._stack[-1] = self._stack[-1]._replace(progress=self._stack[-1].progress + 1)
                 self._moved(time.monotonic())
 
+    def believe_no_more(self) -> None:
+        """Go by the given limits alone."""
+        self._learned = {}
+
     def close(self) -> None:
         """End the watching thread."""
         with self._changed:

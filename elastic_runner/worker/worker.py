@@ -302,7 +302,9 @@ class Worker:
             leave(self._coordinators)
             self._close()
             raise AlreadyFinished(0)
-        self.attempt, restarts = attempts.begin_together(self.storage, self.coordinator)
+        self.attempt, restarts, last = attempts.begin_together(self.storage, self.coordinator)
+        if last is not None and last.learned_limit:
+            self._watch.believe_no_more()  # it may have been no hang, and would come again
         self._course.attempt = self.attempt
         self._tell_place()
         self.record = RunRecord(self.storage, attempt=self.attempt)

@@ -68,7 +68,9 @@ def test_a_program_that_says_nothing(place: RunPlace | None) -> None:
 def test_a_hang_is_told_by_the_watchdog() -> None:
     hang = Hang(local_rank=1, rank=5, pid=9, attempt=7, phase="step", step=41, seconds=2.0, reason="rank 5 is stopped")
     end = end_of(Over(cause="hang", hang=hang, reason=hang.reason), seen({}, {0: 41, 1: 41}))
-    assert end is not None and (end.kind, end.rank, end.step) == (HANG, 5, 42)
+    assert end is not None and (end.kind, end.rank, end.step, end.learned_limit) == (HANG, 5, 42, False)
+    doubtful = end_of(Over(cause="hang", hang=replace(hang, learned=True)), seen({}))
+    assert doubtful is not None and doubtful.learned_limit
 
 
 def test_a_program_that_fails_after_its_run_is_finished_has_failed() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_runner.config import TimeoutConfig
+from elastic_runner.worker.deadline import PhaseWatch
 from elastic_runner.worker.limits import ENOUGH, RECENT, Learned, deadlines, learners
 
 MOST = 600.0
@@ -68,3 +69,18 @@ def test_only_steps_are_learned_and_it_can_be_switched_off() -> None:
     phases = deadlines(TimeoutConfig(step=7))
     assert phases["step"] == 7 and "first_step" in phases
     assert not any(name.startswith("learned") for name in phases)
+
+
+def test_after_a_hang_that_may_have_been_none_only_given_limits_count() -> None:
+    learned = Learned(2, 0.1)
+    for _ in range(ENOUGH):
+        learned.took(0.1)
+    watch = PhaseWatch({"step": 60.0}, lambda: "", learned={"step": learned})
+    try:
+        with watch.phase("step"):
+            assert watch._stack[-1].limit == pytest.approx(0.2)
+        watch.believe_no_more()
+        with watch.phase("step"):
+            assert watch._stack[-1].limit == 60.0
+    finally:
+        watch.close()

@@ -211,3 +211,16 @@ def test_torch_makes_a_worker_the_way_that_forking_replaces() -> None:
     assert "self._popen(args_str, env_vars)" in inspect.getsource(SubprocessHandler.__init__)
     used = set(re.findall(r"handler\.proc\.(\w+)", inspect.getsource(api.SubprocessContext)))
     assert used <= {"poll", "pid", "wait"}, "ForkedProcess has what is used"
+
+
+def test_fsdp_hands_whole_gradients_to_its_reduce_scatter_and_sums_none_of_its_own() -> None:
+    """train/sharded.py takes its place; of one rank it is not called, and train/exact.py takes the gradients."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    reduce = inspect.getsource(foreach_reduce)
+    assert "reduce_scatter_input = reduce_scatter_comm.allocate(" in reduce
+    assert "output_tensor=reduce_output,\n                input_tensor=reduce_scatter_input," in reduce
+    assert "if world_size > 1:\n            reduce_scatter_comm(" in reduce
+    # The memory of one unit's gradient is used again for the next microbatch's: what was done with it is waited for.
+    assert "wait_event(oldest.event)" in inspect.getsource(FSDPParamGroup.post_backward)

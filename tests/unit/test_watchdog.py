@@ -26,6 +26,13 @@ def sight(rank: int, training: Beat | None, *, saving: Beat | None = None, stopp
     return Sight(local_rank=rank, pid=100 + rank, training=training, saving=saving, stopped=stopped)
 
 
+def test_a_limit_that_was_learned_is_told_apart() -> None:
+    known = dict(number=1, pid=1, rank=0, attempt=1, step=5, progress=0, since=0.0, limit=2.0, phase="step")
+    for learned in (True, False):
+        hang = judge([Sight(local_rank=0, pid=1, training=Beat(**known, learned=learned))], 3.0)
+        assert hang is not None and hang.learned == learned
+
+
 def test_within_their_limits_nobody_hangs() -> None:
     sights = [sight(0, beat(0, since=0)), sight(1, beat(1, since=1), saving=beat(1, since=0, limit=100))]
     assert judge(sights, 60) is None
