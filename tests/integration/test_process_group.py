@@ -148,6 +148,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_twenty_restarts_in_a_row_under_stock_torchrun(tmp_path: Path) -> None:
     """One store for all attempts, as torchrun has it by default: no attempt may read what a dead one left in it."""
     script = tmp_path / "restarts.py"
