@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -79,6 +80,29 @@ def test_attempts_have_the_same_number_on_all_nodes(tmp_path: Path) -> None:
         job.start(2)
         assert [agent.wait(60) for agent in job.agents] == [0, 0], job.logs()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+
+
+def test_torchrun_s_own_rendezvous_is_used_as_well(tmp_path: Path) -> None:
+    """c10d, which does not tell by itself that a node waits; what is lost with it is said."""
+    script = tmp_path / "script.py"
+    script.write_text(COUNTS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        *LAUNCH, "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x",
+        str(script), "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=120)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            kill_tree(agent.pid)
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
+    assert all("rendezvous c10d: the node that hosts its store must not be lost" in each for each in said)
 
 
 DIGITS = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", "4000", "--checkpoint.every", "1000")
