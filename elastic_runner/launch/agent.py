@@ -56,6 +56,10 @@ _HURRY = 20.0
 """Seconds that draining workers are left after a second notice; Kubernetes and SLURM give 30 by default."""
 
 
+class Noticed(SignalException):
+    """Asked to stop, by something else than a signal; the message says by what."""
+
+
 class EndOfJob(Exception):
     """The workers are not to be started again."""
 
@@ -141,7 +145,8 @@ class Agent(LocalElasticAgent):
                 self._end(attempt, over)
         except SignalException as notice:
             if attempt is not None:
-                log.warning("%s: the workers are asked to stop and save", notice)
+                by = str(notice) if isinstance(notice, Noticed) else notice.sigval.name
+                log.warning("%s: the workers are asked to stop and save", by)
                 self._drain(attempt, notice.sigval)
             raise
         finally:
@@ -195,7 +200,7 @@ class Agent(LocalElasticAgent):
             if reason is not None:
                 return Over(cause="membership", reason=reason)
             if (notice := self._plan.notices.given()) is not None:
-                raise SignalException(notice, signal.SIGUSR1)
+                raise Noticed(notice, signal.SIGUSR1)
 
     def _failed(self, attempt: _Attempt) -> Over:
         """A worker has ended badly. Whoever only lost a peer may have been sooner than the peer that failed."""
