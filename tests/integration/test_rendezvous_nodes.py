@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from elastic_runner.errors import StorageError
+from elastic_runner.launch.rendezvous import member
 from elastic_runner.launch.rendezvous.epochs import Epochs, Record
 from elastic_runner.launch.rendezvous.handler import create_handler
 from elastic_runner.launch.rendezvous.wire import Lines, encode
@@ -213,11 +214,16 @@ def test_a_job_that_is_done_is_over_for_spares(endpoint: str) -> None:
         assert [node.error for node in all_nodes] == [None, None]
 
 
-def test_without_enough_nodes_there_is_an_end_and_a_word(endpoint: str) -> None:
-    node = Node(endpoint, nodes=(2, 3), conf={"join_timeout": 0.5})
+def test_without_enough_nodes_there_is_an_end_and_a_word(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case c13: an early one waits, and says for how many."""
+    monkeypatch.setattr(member, "_FIRST_WORD", 0.5)
+    node = Node(endpoint, nodes=(2, 3), conf={"join_timeout": 1.5})
     eventually(lambda: node.ended)
     assert isinstance(node.error, RendezvousTimeoutError)
     assert "2 or more must start" in str(node.error)
+    assert "waiting for more nodes: 1 of 2 are here" in caplog.text
 
 
 def test_waits_on_a_node_that_is_lost_end_with_the_round(endpoint: str) -> None:

@@ -225,7 +225,7 @@ class Host:
             return
         node = peer.node
         if "alive" in message:
-            self._tell([node], {"alive": len(self._state.waiting)})
+            self._tell([node], {"alive": len(self._state.waiting), "needed": self._rules.min_nodes})
         elif "join" in message:
             if self._closed is not None:
                 self._tell([node], {"closed": self._closed})

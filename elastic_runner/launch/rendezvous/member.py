@@ -101,7 +101,7 @@ class Member:
         self._asks = itertools.count(1)
         self._answers: dict[int, list[Any]] = {}
         self._place: Place | None = None
-        self._waiting = 0
+        self._waiting = self._needed = 0
         self._spare = self._finished = self._left = False
         self._broken: tuple[int, str] = (0, "")
         self._lost: str | None = None
@@ -156,7 +156,7 @@ class Member:
                     return self._place
                 waited = time.monotonic() - start
                 if waited >= self._settings.join_timeout and not self._spare:
-                    raise NoWorld(f"no world within {self._settings.join_timeout:g} s: {self._waiting} nodes wait")
+                    raise NoWorld(f"no world within {self._settings.join_timeout:g} s: {self._waiting} of {self._needed} nodes wait")
                 if waited >= word:
                     word *= 3
                     log.warning("rendezvous: %s", self._state_of_waiting())
@@ -213,7 +213,7 @@ class Member:
     def _state_of_waiting(self) -> str:
         if self._spare:
             return "as many nodes as allowed are at work; this one waits to step in"
-        return f"waiting for more nodes; {self._waiting} are here"
+        return f"waiting for more nodes: {self._waiting} of {self._needed} are here"
 
     def _greet(self, record: Record, node: str) -> None:
         self._socket.sendall(encode({"hello": record.token, "node": node}))
@@ -268,7 +268,7 @@ class Member:
     def _take(self, message: Message) -> None:
         with self._changed:
             if "alive" in message:
-                self._waiting = message["alive"]
+                self._waiting, self._needed = message["alive"], message["needed"]
                 return
             if "answer" in message:
                 self._answers[message["answer"]] = message["values"]
