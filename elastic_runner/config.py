@@ -219,8 +219,12 @@ class RunConfig:
     """Options of run_dir's filesystem, as in checkpoint.options. Never logged."""
     seed: int = 0
     """Decides initial weights, sample order and every random number of the run."""
-    determinism: Literal["order", "off"] = "order"
-    """order: same samples in the same order and the same random numbers at any world size. off: the same samples;
+    determinism: Literal["elastic", "order", "off"] = "order"
+    """elastic: the result is the same to the last bit at every world size up to ``data.shards`` and under single, ddp
+    and fsdp, as long as processor, torch and ``data`` stay the same. On the CPU each process computes in one thread;
+    on an accelerator only deterministic kernels run; bf16 and fp16 are autocast under fsdp too, which gathers
+    parameters in fp32. The optimizer must treat each number by itself (AdamW, SGD, ...; not fused on the CPU).
+    order: same samples in the same order and the same random numbers at any world size. off: the same samples;
     random numbers differ by rank and attempt."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The optimisation loop."""

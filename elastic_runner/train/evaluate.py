@@ -91,7 +91,7 @@ def _sums(
             continue
         # Sharded models gather parameters in forward, so a rank without a batch repeats one and drops the result.
         index = mine[turn] if has_own else batches - 1
-        if place.config.determinism == "order":
+        if place.config.determinism != "off":
             seed_all(place.seed, "evaluate", index)
         samples = [dataset[i] for i in range(index * batch_size, min(length, (index + 1) * batch_size))]
         values = metric(model, to_device(collate_fn(samples), place.device))

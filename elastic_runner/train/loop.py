@@ -9,8 +9,10 @@ from elastic_runner.checkpoint.snapshots import Snapshots
 from elastic_runner.data.random import seed_all
 from elastic_runner.errors import LoopError
 from elastic_runner.observability.progress import StepProgress
+from elastic_runner.train.exact import ExactGradients, check_optimizer
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step, StepPlace
+from elastic_runner.train.synchronize import Gradients, PlainGradients
 
 
 class LoopPlace(StepPlace, Protocol):
@@ -47,6 +49,7 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             "target": target,
         },
     )
+    gradients = _gradients(state, place)
     phase, first = "first_step", state.step + 1
     with StepProgress(total=target, done=state.step, enabled=coordinator.is_main) as progress:
         while state.step < target and not place.draining:
@@ -59,8 +62,8 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
                 if any(asked for asked, _ in said) and number == first and not place.in_memory_only:
                     place.draining = True  # nothing has been done that is not saved
                     break
-                step = Step(number, state.data.begin(number), state, place)
-                if config.determinism == "order":
+                step = Step(number, state.data.begin(number), state, place, gradients)
+                if config.determinism != "off":
                     seed_all(place.seed, "step", number)
                 else:
                     seed_all(place.seed, "step", number, place.attempt, coordinator.rank)
@@ -70,3 +73,12 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             place.draining = step.draining
             progress.step(number, step.result.loss)
             phase = "step"
+
+
+def _gradients(state: TrainState, place: LoopPlace) -> Gradients:
+    config = place.config
+    if config.determinism != "elastic":
+        return PlainGradients(state.model)
+    check_optimizer(state.optimizer)
+    bucket = config.strategy.ddp.bucket_cap_mb << 20
+    return ExactGradients(state.model, config.data.shards, place.coordinator, bucket_bytes=bucket)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Place
@@ -20,7 +19,7 @@ from elastic_runner.data.source import Microbatch, Span
 from elastic_runner.errors import LoopError, NonFiniteError
 from elastic_runner.train.record import RunRecord
 from elastic_runner.train.state import TrainState
-from elastic_runner.train.synchronize import accumulation, buffers_kept, exchange, exchanging
+from elastic_runner.train.synchronize import Gradients, exchanging
 
 
 class StepPlace(Place, Protocol):
@@ -65,7 +64,7 @@ class StepResult:
 class Step:
     """Handed out by ``worker.steps``: loop over ``microbatches``, ``backward`` each loss, then ``optimize`` once."""
 
-    def __init__(self, number: int, span: Span, state: TrainState, place: StepPlace) -> None:
+    def __init__(self, number: int, span: Span, state: TrainState, place: StepPlace, gradients: Gradients) -> None:
         self.number = number
         """From 1."""
         self.epoch = span.epoch
@@ -81,6 +80,7 @@ class Step:
         self.span = span
         self._state = state
         self._place = place
+        self._gradients = gradients
         self._config = place.config
         self._shards = place.config.data.shards
         # Losses, their units (samples or tokens) per logical shard, and what all ranks must hear of.
@@ -102,11 +102,11 @@ class Step:
                     f"step {self.number}: call step.backward once per microbatch, before taking the next one"
                 )
             self._current = microbatch
-            if self._config.determinism == "order":
+            if self._config.determinism != "off":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
             last = index == self._turns - 1
-            buffers = buffers_kept(self._state.model) if self._extra else nullcontext()
-            with buffers, accumulation(self._state.model, last=last), autocast(self._config, self._place.device):
+            around = self._gradients.microbatch(last=last, extra=self._extra)
+            with around, autocast(self._config, self._place.device):
                 yield microbatch.batch
         self._current = None
 
@@ -137,7 +137,8 @@ class Step:
         self._place.progress()  # before it waits for peers: whoever has not come so far is behind
         units = 0 if self._extra else self._current.samples if tokens is None else tokens
         scale, last = self._scale(), self._done == self._turns - 1
-        with torch.autocast(self._place.device.type, enabled=False), exchange(self._state.model, last=last):
+        around = self._gradients.backward(shard=None if self._extra else self._current.shard, last=last)
+        with torch.autocast(self._place.device.type, enabled=False), around:
             (loss * (scale * units / self._config.data.global_batch)).backward()
         if not self._extra:
             shard = self._current.shard
@@ -163,7 +164,7 @@ class Step:
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
-        norm_tensor = global_norm(gradients)
+        norm_tensor = self._gradients.norm(gradients)
         norm = float(norm_tensor)
         finite = math.isfinite(norm) and math.isfinite(loss)
         self._handle_non_finite(finite, loss, norm)
@@ -215,16 +216,9 @@ class Step:
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast by ``training.precision``; FSDP casts by its own policy instead."""
-    if config.training.precision == "fp32" or config.strategy.name in ("fsdp", "hsdp"):
+    """Autocast by ``training.precision``. FSDP casts by its own policy, unless it has to equal other strategies."""
+    sharded = config.strategy.name in ("fsdp", "hsdp") and config.determinism != "elastic"
+    if config.training.precision == "fp32" or sharded:
         return nullcontext()
     dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float16
     return torch.autocast(device.type, dtype=dtype)
-
-
-def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """L2 norm over all ranks' shards of all gradients. Collective where they are sharded."""
-    if not gradients:
-        return torch.zeros(())
-    norm = get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DataParallel
 
 from elastic_runner.config import DataConfig, DdpConfig, FsdpConfig, RunConfig, StrategyConfig
 from elastic_runner.errors import ConfigError, ModelError
+from elastic_runner.train.kernels import pin_kernels
 from elastic_runner.train.replicas import Replicas
 from elastic_runner.train.wrapping import (
     modules_of_class,
@@ -48,6 +50,21 @@ def check_strategy(config: RunConfig, *, world_size: int, device: torch.device) 
         raise ConfigError("strategy.fsdp.cpu_offload has nothing to offload from on the CPU: switch it off")
     if strategy.name == "ddp":
         _check_ddp(strategy, config.data, world_size)
+    if config.determinism == "elastic":
+        _check_exact(strategy)
+
+
+def _check_exact(strategy: StrategyConfig) -> None:
+    if strategy.name in ("dp", "hsdp"):
+        instead = {"dp": "single or ddp", "hsdp": "fsdp or ddp"}[strategy.name]
+        raise ConfigError(f"determinism='elastic' is not there for strategy.name={strategy.name!r}: use {instead}")
+    if strategy.name == "fsdp" and strategy.fsdp.cpu_offload:
+        raise ConfigError("determinism='elastic' keeps gradients on the device: switch strategy.fsdp.cpu_offload off")
+    if strategy.name == "ddp" and strategy.ddp.static_graph:
+        raise ConfigError(
+            "determinism='elastic' sums the gradients itself, so that DDP learns no graph: "
+            "switch strategy.ddp.static_graph off"
+        )
 
 
 def _check_ddp(strategy: StrategyConfig, data: DataConfig, world_size: int) -> None:
@@ -69,7 +86,9 @@ def prepare(model: nn.Module, config: RunConfig, *, device: torch.device, local_
 
     Raises ModelError when the model does not fit the options. Collective.
     """
-    strategy = config.strategy
+    strategy, exact = config.strategy, config.determinism == "elastic"
+    if exact:
+        pin_kernels(device)
     model = model.to(device)
     broadcast_state(model)
     if strategy.checkpoint_classes:
@@ -77,10 +96,12 @@ def prepare(model: nn.Module, config: RunConfig, *, device: torch.device, local_
     if strategy.name == "dp":
         return DataParallel(model)
     if strategy.name == "ddp":
-        return _ddp(model, strategy.ddp, device)
+        # Statistics are made equal by shards then, after each step.
+        return _ddp(model, replace(strategy.ddp, broadcast_buffers=False) if exact else strategy.ddp, device)
     if strategy.name in SHARDED:
         mesh = _mesh(strategy, device, local_world_size)
-        return _fsdp(model, strategy.fsdp, mesh, config.training.precision, device)
+        # Autocast and FSDP's policy compute different operations in low precision.
+        return _fsdp(model, strategy.fsdp, mesh, "fp32" if exact else config.training.precision, device)
     return model
 
 

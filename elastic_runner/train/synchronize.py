@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from elastic_runner.checkpoint.names import unwrap, wrapped_attribute
 from elastic_runner.train.replicas import Explained, Replicas
+
+
+class Gradients(Protocol):
+    """How the microbatches' gradients become that of the global batch."""
+
+    def microbatch(self, *, last: bool, extra: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one microbatch. ``last``: on all ranks together. ``extra``: it counts for
+        nothing."""
+        ...
+
+    def backward(self, *, shard: int | None, last: bool) -> AbstractContextManager[None]:
+        """Around the backward of one microbatch; its logical shard, None for an extra one. Raises ModelError."""
+        ...
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """L2 norm over all ranks' shards of all gradients. Collective where they are sharded."""
+        ...
+
+
+class PlainGradients:
+    """Added up by torch: on each rank as they come, then over the ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @contextmanager
+    def microbatch(self, *, last: bool, extra: bool) -> Iterator[None]:
+        """See Gradients."""
+        with ExitStack() as contexts:
+            if extra:
+                contexts.enter_context(buffers_kept(self._model))
+            contexts.enter_context(accumulation(self._model, last=last))
+            yield
+
+    def backward(self, *, shard: int | None, last: bool) -> AbstractContextManager[None]:
+        """See Gradients."""
+        return exchange(self._model, last=last)
+
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """See Gradients."""
+        if not gradients:
+            return torch.zeros(())
+        norm = get_total_norm(gradients)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def accumulation(model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
