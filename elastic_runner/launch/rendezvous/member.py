@@ -156,7 +156,8 @@ class Member:
                     return self._place
                 waited = time.monotonic() - start
                 if waited >= self._settings.join_timeout and not self._spare:
-                    raise NoWorld(f"no world within {self._settings.join_timeout:g} s: {self._waiting} of {self._needed} nodes wait")
+                    here = f"{self._waiting} of {self._needed} nodes wait"
+                    raise NoWorld(f"no world within {self._settings.join_timeout:g} s: {here}")
                 if waited >= word:
                     word *= 3
                     log.warning("rendezvous: %s", self._state_of_waiting())
