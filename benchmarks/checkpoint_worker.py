@@ -26,7 +26,7 @@ from benchmarks.trials import Variant, alternate
 from elastic_runner import paths
 from elastic_runner.checkpoint.checkpointer import checkpoint_storage
 from elastic_runner.checkpoint.manifest import list_checkpoints
-from elastic_runner.config import CheckpointConfig, StrategyConfig, nested_options
+from elastic_runner.config import CheckpointConfig, SnapshotConfig, StrategyConfig, nested_options
 from elastic_runner.storage.direct import sync_path
 
 _LAYERS = 20
@@ -275,6 +275,8 @@ def main() -> None:
     config = er.RunConfig(
         run_dir=str(Path(cell.directory) / "run"),
         strategy=StrategyConfig(name=cell.strategy),  # type: ignore[arg-type]
+        # Taken at each save, too, but with a budget of their own (snapshot.share): saving alone is measured here.
+        snapshot=SnapshotConfig(enabled=False),
     )
     with er.Worker(config) as worker:
         result = measure(cell, worker)
