@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 import xxhash
 from torch.distributed.checkpoint import LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.archive import load_plain
-from elastic_runner.checkpoint.frames import data_in
+from elastic_runner.checkpoint.frames import Frame, data_in, frame
 from elastic_runner.checkpoint.full import FILE, FullFile
+from elastic_runner.checkpoint.layout import data_file
 from elastic_runner.checkpoint.manifest import Manifest
 from elastic_runner.checkpoint.metadata import METADATA, parse_metadata, plain_in
+from elastic_runner.checkpoint.peer_memory import PeerFile
 from elastic_runner.checkpoint.plain import check_plain
+from elastic_runner.checkpoint.reading import BUFFERS, Reading
 from elastic_runner.checkpoint.relay import Relay
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import Damaged
@@ -65,6 +71,7 @@ class Checked:
         self._directory = paths.data_directory(manifest.step, manifest.attempt)
         self._digests = digests
         self._files = {file.path.rpartition("/")[2]: file for file in manifest.files}
+        self._world_size = manifest.world_size
 
     def path(self, name: str) -> str:
         """Where a data file is."""
@@ -75,6 +82,16 @@ class Checked:
         if name not in self._files:
             raise Damaged(f"{self.path(name)} is not named by the manifest")
         return self._files[name]
+
+    def largest(self) -> int:
+        """Bytes of the largest file."""
+        return max(file.size for file in self._files.values())
+
+    def likely_needed(self, rank: int, world_size: int) -> Iterator[str]:
+        """Data files that a rank will most likely need some of, and no other rank: those that it wrote."""
+        if world_size == self._world_size:
+            names = (data_file(rank, number) for number in itertools.count(1))
+            yield from itertools.takewhile(lambda name: name in self._files, names)
 
     def sharded_head(self) -> tuple[Metadata, dict[str, Any]]:
         """What ``.metadata`` says, and the plain data. Raises Damaged, NotData."""
@@ -131,8 +148,11 @@ class ShardedSource:
 
     def __init__(self, checked: Checked, coordinator: Coordinator, node: str) -> None:
         self._checked = checked
-        self._coordinator = coordinator
-        self._node = node
+        self._reading = Reading(checked.read_into, checked.largest())
+        self._relay = Relay(coordinator, node, self._reading)
+        # The disk need not wait until the ranks have agreed on what they need.
+        for name in itertools.islice(checked.likely_needed(coordinator.rank, coordinator.world_size), BUFFERS):
+            self._reading.begin(name, checked.file(name).size)
 
     def head(self) -> tuple[Metadata, dict[str, Any]]:
         """``.metadata``, and what it says is plain data."""
@@ -143,15 +163,12 @@ class ShardedSource:
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in items:
             by_file[metadata.storage_data[item.storage_index].relative_path].append(item)
-        sizes = self._coordinator.agree(
-            "restore: needs", lambda: (self._node, {name: self._checked.file(name).size for name in by_file})
-        )
-        relay = Relay(self._coordinator, sizes, self._checked.read_into)
         copy = _Copy(by_file, metadata, planner)
-        relay.run(copy)
+        self._relay.run(lambda: {name: self._checked.file(name).size for name in by_file}, copy)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Wait for reads in progress, and let go of the memory."""
+        self._reading.close()
 
 
 class _Copy:
@@ -162,22 +179,63 @@ class _Copy:
         self._metadata = metadata
         self._planner = planner
 
-    def __call__(self, name: str, view: memoryview) -> None:
+    def __call__(self, name: str, file: memoryview | PeerFile) -> None:
         for item in self._by_file.get(name, ()):
             info = self._metadata.storage_data[item.storage_index]
-            archive = view[info.offset : info.offset + info.length]
-            tensor = self._tensor(archive, item.storage_index, f"{name}: {item.storage_index.fqn}")
-            place(self._planner, item, tensor)
+            where = f"{name}: {item.storage_index.fqn}"
+            if isinstance(file, memoryview):
+                archive = file[info.offset : info.offset + info.length]
+                place(self._planner, item, self._tensor(archive, item, where))
+            elif not self._fetch(item, file, info):
+                place(self._planner, item, self._tensor(file.part(info.offset, info.length), item, where))
 
-    def _tensor(self, archive: memoryview, index: MetadataIndex, where: str) -> torch.Tensor:
+    def _fetch(self, item: ReadItem, file: PeerFile, info: _StorageInfo) -> bool:
+        """Copy from another process only what is wanted, and straight to its place where that is possible.
+
+        False when that takes the whole archive: of a number, or of another kind than is written here.
+        """
+        sizes, dtype = self._chunk(item)
+        made = self._frame(item, info.length) if sizes else None
+        if made is None or file.part(info.offset, len(made.head)) != made.head:
+            return False
+        row = made.hole // sizes[0]
+        start = info.offset + len(made.head) + item.storage_offsets[0] * row
+        target = self._planner.resolve_tensor(item).detach()
+        if target.shape[1:] == sizes[1:] and target.dtype == dtype and _is_plain(target):
+            file.fill(start, target)
+            self._planner.commit_tensor(item, target)
+            return True
+        rows = item.lengths[0]
+        found = torch.frombuffer(file.part(start, rows * row), dtype=torch.uint8).view(dtype).view(rows, *sizes[1:])
+        narrowed = replace(item, storage_offsets=torch.Size([0, *item.storage_offsets[1:]]))
+        place(self._planner, narrowed, found)
+        return True
+
+    def _chunk(self, item: ReadItem) -> tuple[torch.Size, torch.dtype]:
+        index = item.storage_index
         entry = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata) and index.index is not None, "the planner asks for chunks"
-        sizes, dtype = entry.chunks[index.index].sizes, entry.properties.dtype
+        return entry.chunks[index.index].sizes, entry.properties.dtype
+
+    def _frame(self, item: ReadItem, length: int) -> Frame | None:
+        """What an archive of ``length`` bytes looks like that holds the chunk as saved here; None for another kind."""
+        sizes, dtype = self._chunk(item)
+        nbytes = sizes.numel() * dtype.itemsize
+        made = frame(dtype, tuple(sizes)) if 0 < nbytes <= length else None
+        return made if made is not None and made.size == length else None
+
+    def _tensor(self, archive: memoryview, item: ReadItem, where: str) -> torch.Tensor:
+        sizes, dtype = self._chunk(item)
         if sizes.numel() * dtype.itemsize <= len(archive):
             tensor = data_in(archive, dtype, tuple(sizes))
             if tensor is not None:
                 return tensor
         return _expect(load_plain(io.BytesIO(archive), where), sizes, dtype, where)  # by another version of torch
+
+
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether its data is this process's memory, in one piece."""
+    return type(target) is torch.Tensor and target.device.type == "cpu" and target.is_contiguous()
 
 
 def _expect(found: Any, sizes: torch.Size, dtype: torch.dtype, where: str) -> torch.Tensor:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from elastic_runner import paths
+from elastic_runner.checkpoint import source
 from elastic_runner.checkpoint.metadata import METADATA, parse_metadata
 from elastic_runner.storage import LocalStorage
 from tests.support import saving_jobs as jobs
 from tests.support.checkpoint_jobs import Dump
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailed, run_ranks
 from tests.support.saving_jobs import Found
 
 FORMATS = pytest.mark.parametrize("format", ["sharded", "full"])
@@ -118,6 +122,34 @@ def test_ranks_that_cannot_share_memory_read_for_themselves(
             assert set(counts) == files(run_dir)
 
 
+@pytest.mark.parametrize(("strategy", "forbidden"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+def test_ranks_that_may_not_read_each_others_memory_map_it(
+    strategy: str, forbidden: int, saved: tuple[Path, Dump]
+) -> None:
+    """As under a seccomp filter, or Yama's strictest settings."""
+    run_dir, state = saved
+    found = restore(run_dir, strategy, 2, forbidden=forbidden)
+    assert all((each.step, each.state) == (1, state) for each in found)
+    names = files(run_dir)
+    assert sum((of_tensors(each, names) for each in found), Counter()) == Counter(names)
+
+
+def restore_but_die(run_dir: str, dying: int) -> Found:
+    """One rank dies when it is to copy from a file, while the others copy from its memory."""
+    if int(os.environ["RANK"]) == dying:
+        with patch.object(source, "_Copy", lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            return jobs.restore(run_dir, "ddp", "sharded")
+    return jobs.restore(run_dir, "ddp", "sharded")
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_in_the_middle_is_a_lost_peer(dying: int, saved: tuple[Path, Dump]) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(restore_but_die, 2, str(saved[0]), dying)
+    assert "died with exit code -9" in failed.value.errors[dying]
+    assert "PeerLost" in failed.value.errors[1 - dying]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("nodes", ["AAA", "ABA", "ABC"])
 def test_one_rank_of_a_node_brings_a_full_checkpoint(nodes: str, strategy: str, tmp_path: Path) -> None:
@@ -141,7 +173,8 @@ def test_what_one_rank_finds_damaged_is_rejected_by_all(finder: int, tmp_path: P
     run_ranks(jobs.save_steps, 2, str(tmp_path / "more"), "ddp", "sharded", 2)
     # The same training, a step further.
     (tmp_path / "more" / paths.CHECKPOINTS / "step-0000000002").rename(tmp_path / paths.CHECKPOINTS / "step-0000000002")
-    name = sorted(files(tmp_path, 2))[finder::2][1]
+    name = f"__{finder}_1.distcp"  # a rank begins with what it wrote
+    assert name in files(tmp_path, 2)
     damage(tmp_path / paths.CHECKPOINTS / "step-0000000002" / "data-000001" / name)
     found = restore(tmp_path, "ddp", 2)
     assert all((each.step, each.state) == (1, first) for each in found)
@@ -168,17 +201,16 @@ def test_what_one_rank_cannot_read_is_passed_over_by_all(finder: int, format: st
     assert [each.step for each in restore(tmp_path, "ddp", 2, format)] == [2, 2]
 
 
-@pytest.mark.parametrize(("strategy", "reader"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
-def test_a_read_that_is_wrong_once_is_done_again(strategy: str, reader: int, saved: tuple[Path, Dump]) -> None:
+@pytest.mark.parametrize(("strategy", "which"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+def test_a_read_that_is_wrong_once_is_done_again(strategy: str, which: int, saved: tuple[Path, Dump]) -> None:
     run_dir, state = saved
-    names = sorted(files(run_dir))
-    flaky = names[reader::2][0]
+    flaky = sorted(files(run_dir))[which]
     found = restore(run_dir, strategy, 2, flaky=(flaky,))
     assert all((each.step, each.state) == (1, state) for each in found)
-    assert found[reader].read.count(flaky) == 2 and found[1 - reader].read.count(flaky) == 0
-    assert [f"{flaky} came with wrong bytes at first" in " ".join(each.said) for each in found] == [
-        rank == reader for rank in range(2)
-    ]
+    counts = [each.read.count(flaky) for each in found]
+    assert sorted(counts) == [0, 2]
+    said = [f"{flaky} came with wrong bytes at first" in " ".join(each.said) for each in found]
+    assert said == [count == 2 for count in counts]
 
 
 @FORMATS

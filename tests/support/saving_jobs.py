@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import elastic_runner as er
 from elastic_runner import paths
-from elastic_runner.checkpoint import layout, relay
+from elastic_runner.checkpoint import layout, relay, sharing
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.checkpointer import checkpoint_storage
 from elastic_runner.checkpoint.manifest import list_checkpoints
@@ -238,15 +238,17 @@ def restore(
     *,
     nodes: str = "",
     unshared: int | None = None,
+    forbidden: int | None = None,
     flaky: tuple[str, ...] = (),
     lists: dict[int, list[str]] | None = None,
     unreadable: tuple[str, ...] = (),
 ) -> Found:
     """Restore and say how.
 
-    ``nodes``: by rank, a letter for its host. ``unshared``: a rank that cannot see its peers' memory. ``flaky``: files
-    whose first byte is wrong when they are read for the first time. ``lists``: by rank, the step directories it sees.
-    ``unreadable``: ends of paths of files that nobody can read.
+    ``nodes``: by rank, a letter for its host. ``unshared``: a rank that cannot see its peers' memory. ``forbidden``:
+    one that cannot read it, but map what they share. ``flaky``: files whose first byte is wrong when they are read for
+    the first time. ``lists``: by rank, the step directories it sees. ``unreadable``: ends of paths of files that nobody
+    can read.
     """
     rank = int(os.environ["RANK"])
     read: list[str] = []
@@ -286,8 +288,10 @@ def restore(
         stack.enter_context(patch.object(LocalStorage, "local_copy", copying))
         if nodes:
             stack.enter_context(patch.object(er.Worker, "node", PropertyMock(return_value=nodes[rank])))
+        if rank in (unshared, forbidden):
+            stack.enter_context(patch.object(relay, "can_read", lambda probe: False))
         if rank == unshared:
-            stack.enter_context(patch.object(relay, "_mapped", denied))
+            stack.enter_context(patch.object(sharing, "_mapped", denied))
         worker = stack.enter_context(er.Worker(configured(run_dir, {}, strategy, format)))
         logging.getLogger("elastic_runner").addHandler(recorded)
         state = build(worker)

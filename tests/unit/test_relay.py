@@ -47,9 +47,27 @@ def test_all_nodes_go_the_same_number_of_rounds(needs: Needs) -> None:
     assert counts == {max(len(files) for plan in plans for files in plan.files)}
 
 
+@given(needs=needs_of_ranks, data=st.data())
+def test_what_is_begun_stays_with_who_began_it(needs: Needs, data: st.DataObject) -> None:
+    owners = data.draw(st.dictionaries(st.sampled_from("abcdefghij"), st.integers(0, len(needs) - 1)))
+    begun = [tuple(name for name, owner in owners.items() if owner == rank) for rank in range(len(needs))]
+    for rank in range(len(needs)):
+        plan = schedule(rank, needs, begun)
+        wanted = {name for r in plan.ranks for name in needs[r][1]}
+        assert Counter(name for files in plan.files for name in files) == Counter(wanted)
+        for reader, files in zip(plan.ranks, plan.files, strict=True):
+            kept = tuple(name for name in begun[reader] if name in wanted)
+            assert files[: len(kept)] == kept, "first what is coming in already"
+
+
+def test_what_is_not_begun_goes_to_who_has_least_to_read() -> None:
+    needs = [("A", dict.fromkeys("abcdef", 1))] * 2
+    assert schedule(0, needs, [("f", "a"), ()]).files == (("f", "a", "d"), ("b", "c", "e"))
+
+
 def test_nothing_to_read_takes_no_round() -> None:
     plan = schedule(1, [("A", {}), ("A", {})])
-    assert (plan.ranks, plan.files, plan.count) == ((1,), ((),), 0)
+    assert (plan.ranks, plan.files, plan.count, plan.shared) == ((1,), ((),), 0, False)
 
 
 def test_hosts_of_the_same_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
