@@ -38,7 +38,7 @@ from elastic_runner.verdict import RunPlace, Verdict
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "elastic-runner-agent-"
+_PREFIX, _NEW = "elastic-runner-agent-", "elastic-runner-new-"
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -100,16 +100,19 @@ def _agent_directory() -> Iterator[Path]:
                 shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory:
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        os.environ[AGENT_DIR] = directory
-        try:
-            yield Path(directory)
-        finally:
-            del os.environ[AGENT_DIR]
-            forget_shared_memory(verdict.processes(directory))
-            os.close(handle)
+    new = Path(tempfile.mkdtemp(prefix=_NEW))
+    handle = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    directory = new.with_name(_PREFIX + new.name.removeprefix(_NEW))
+    new.rename(directory)  # only now: another launcher would sweep what is not locked
+    os.environ[AGENT_DIR] = str(directory)
+    try:
+        yield directory
+    finally:
+        del os.environ[AGENT_DIR]
+        forget_shared_memory(verdict.processes(directory))
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(handle)
 
 
 def _mark_failed(directory: str, given: Verdict) -> None:

@@ -20,8 +20,8 @@ BOUND = 10.0
 
 @pytest.mark.parametrize(
     ("fault", "whom"),
-    [("cut", "other"), ("cut", "host"), ("unplug", "other"), ("freeze", "other"), ("freeze", "host")],
-    ids=["cut", "host cut", "link down", "frozen", "host frozen"],
+    [("cut", "other"), ("cut", "host"), ("unplug", "other"), ("freeze", "other")],
+    ids=["cut", "host cut", "link down", "frozen"],
 )
 def test_the_others_go_on_and_it_comes_back(
     fault: Literal["cut", "unplug", "freeze"], whom: str, tmp_path: Path

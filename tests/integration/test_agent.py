@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -158,6 +159,33 @@ def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(tmp_path: P
             (log,) = (tmp_path / "logs").rglob(f"attempt_{attempt}/{rank}/stdout.log")
             if (attempt, rank) != (0, 0):  # which was killed, perhaps sooner than it could speak
                 assert log.read_text() == f"{rank} in {attempt}\n"
+
+
+def test_launchers_that_start_together_leave_each_other_s_directories_alone(tmp_path: Path) -> None:
+    """Each sweeps what killed ones have left."""
+    (tmp_path / "elastic-runner-agent-left").mkdir()
+    script = (
+        "import os\n"
+        "from elastic_runner.launch.launcher import _agent_directory\n"
+        "def start_and_end():\n"
+        "    for _ in range(200):\n"
+        "        with _agent_directory() as directory:\n"
+        "            (directory / 'used').touch()\n"
+        "children = []\n"
+        "for _ in range(4):\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        start_and_end()\n"
+        "        os._exit(0)\n"
+        "    children.append(pid)\n"
+        "assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_workers_have_started_does_not_outlive_their_attempt(tmp_path: Path) -> None:

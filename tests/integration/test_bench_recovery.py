@@ -18,6 +18,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_recovery(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     result = bench(

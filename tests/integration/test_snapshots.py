@@ -85,9 +85,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str]
     return of
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp", 1)])
 def test_no_committed_step_is_lost_whenever_a_worker_is_killed(
     strategy: str, window: str, rank: int, tmp_path: Path, agent: str, undisturbed: Callable[[int, str], Seen]
 ) -> None:
