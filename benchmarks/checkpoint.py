@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.checkpoint_worker import Cell, write_cell
 from benchmarks.trials import Figures, machine, print_table, ratio, timings, write_json
-from elastic_runner.chaos.driver import kill_tree, launch_command
+from elastic_runner.chaos.driver import end_tree, launch_command
 from tests.support.seaweed import SeaweedFS, running_seaweed, weed
 
 TIME_RATIOS = {
@@ -150,9 +150,7 @@ def run_cell(cell: Cell, parent: str) -> dict[str, Any]:
             try:
                 code = process.wait()
             finally:
-                if process.poll() is None:
-                    kill_tree(process.pid)
-                    process.wait()
+                end_tree(process)
         if code or not cell.result.exists():
             raise SystemExit(f"{cell.name}: exit code {code}\n{log.read_text(errors='replace')[-8000:]}")
         result: dict[str, Any] = json.loads(cell.result.read_text())

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Literal
 
 from benchmarks.recovery_watch import RunWatch
-from elastic_runner.chaos.driver import kill_tree
+from elastic_runner.chaos.driver import end_tree, kill_tree
 from elastic_runner.launch.processes import end_descendants
 from elastic_runner.launch.rendezvous.epochs import Epochs
 from elastic_runner.storage import LocalStorage
@@ -93,9 +93,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for agent in self.agents:
-            if agent.poll() is None:
-                kill_tree(agent.pid)
-                agent.wait()
+            end_tree(agent)
         end_descendants(ENDING)  # what has lost its parent is ours: see adopt_orphans
 
     def host(self) -> int:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ from typing import Any
 
 from elastic_runner import paths
 from elastic_runner.data.ledger import Record, parse
-from elastic_runner.launch.processes import descendants
+from elastic_runner.launch.processes import descendants, signal_all
 from elastic_runner.storage import LocalStorage
 
 _LOOK_EVERY = 0.05
@@ -38,9 +37,14 @@ class Killed:
 
 def kill_tree(pid: int) -> None:
     """SIGKILL a process and all its descendants; torch's agent starts each worker in a session of its own."""
-    for each in [pid, *descendants(pid)]:
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+    signal_all([pid, *descendants(pid)], signal.SIGKILL)
+
+
+def end_tree(process: subprocess.Popen[Any]) -> None:
+    """``kill_tree`` of a process that we have started, unless it has ended, and wait for it."""
+    if process.poll() is None:
+        kill_tree(process.pid)
+        process.wait()
 
 
 def launch_command(workers: int, *script: str) -> list[str]:
@@ -74,9 +78,7 @@ class ObservedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Nothing of the run is left behind."""
-        if self.process.poll() is None:
-            kill_tree(self.process.pid)
-            self.process.wait()
+        end_tree(self.process)
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from elastic_runner.launch.fork_server import MODULES
-from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants
+from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, signal_all
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,7 @@ class ForkServer:
 
     def sweep(self) -> None:
         """Kill what workers that have ended have left behind."""
-        for pid in descendants(self._server.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all(descendants(self._server.pid), signal.SIGKILL)
 
     def close(self) -> None:
         """End the server, and with it every worker that is still there."""

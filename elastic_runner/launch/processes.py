@@ -78,9 +78,7 @@ class Workers:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to those that run."""
-        for pid in self.pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(self.pids.values(), number)
 
     def kill(self, seconds: float) -> list[int]:
         """End them and all that they have started. Returns the local ranks that are still there after so long."""
@@ -88,9 +86,7 @@ class Workers:
         for process in self._processes.values():  # its session, also when its leader is gone
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        for pid in family:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all(family, signal.SIGKILL)
         end = time.monotonic() + seconds
         while self.pids and (left := end - time.monotonic()) > 0:
             self.wait((), left)
@@ -101,6 +97,13 @@ class Workers:
         for handle in self._handles:
             os.close(handle)
         self._handles = {}
+
+
+def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to those processes that are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
@@ -137,9 +140,7 @@ def end_descendants(seconds: float, spared: Iterable[int] = ()) -> None:
     end = time.monotonic() + seconds
     spared = {pid for child in spared for pid in (child, *descendants(child))}
     while (below := [pid for pid in descendants(os.getpid()) if pid not in spared]) and time.monotonic() < end:
-        for pid in below:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        signal_all(below, signal.SIGKILL)
         for pid in below:
             with suppress(ChildProcessError):  # another one's child: it comes to us when that one has ended
                 os.waitpid(pid, 0)

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from elastic_runner.chaos.driver import kill_tree
+from elastic_runner.chaos.driver import end_tree, kill_tree
 from elastic_runner.data.ledger import Tally, effective, read_records, tally
+from elastic_runner.launch.processes import children, descendants, signal_all
 from elastic_runner.launch.rendezvous.epochs import Epochs
 from elastic_runner.storage import LocalStorage
 
@@ -71,9 +72,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for agent in self.agents:
-            if agent.poll() is None:
-                kill_tree(agent.pid)
-                agent.wait()
+            end_tree(agent)
 
     def start(self, count: int = 1, *, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start agents, by a command that runs another one; the last is returned."""
@@ -130,8 +129,7 @@ class Job:
 
     def worker(self, agent: subprocess.Popen[bytes]) -> int:
         """The process id of an agent's worker."""
-        children = Path(f"/proc/{agent.pid}/task").glob("*/children")
-        (pid,) = {int(child) for each in children for child in each.read_text().split()}
+        (pid,) = children(agent.pid)
         return pid
 
     def kill(self, agent: subprocess.Popen[bytes]) -> None:
@@ -141,12 +139,7 @@ class Job:
 
     def signal(self, agent: subprocess.Popen[bytes], number: signal.Signals) -> None:
         """To an agent and all that it has started."""
-        below = [agent.pid]
-        for pid in below:
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                below.extend(int(child) for child in children.read_text().split())
-        for pid in below:
-            os.kill(pid, number)
+        signal_all([agent.pid, *descendants(agent.pid)], number)
 
     def finish(self, killed: int = 0) -> Tally:
         """Let it run to its end: all agents but the ``killed`` exit with 0, and the ledger has no gap."""
