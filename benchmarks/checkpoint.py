@@ -31,6 +31,7 @@ TIME_RATIOS = {
     "dcp_save_over_raw": ("dcp_save", "raw_write"),
     "save_over_raw_huge": ("save", "raw_huge_write"),
     "load_over_raw": ("load", "raw_read"),
+    "load_over_raw_new": ("load", "raw_new_read"),
     "dcp_load_over_raw": ("dcp_load", "raw_read"),
     "load_over_raw_huge": ("load", "raw_huge_read"),
 }
@@ -62,7 +63,9 @@ class Arguments:
     files are deleted while no clock runs, everybody's.
 
     load_over_raw: Checkpointer.restore() (digests checked, past the page cache) over a direct read of the same bytes
-    split over the processes. dcp_load_over_raw: torch.distributed.checkpoint.load, its files dropped from the cache.
+    split over the processes, into memory that was used before; load_over_raw_new: into memory that is new to the
+    processes, as a restore's buffers are: on a virtual machine, whose host may have to find the pages first, that can
+    take longer than the disk. dcp_load_over_raw: torch.distributed.checkpoint.load, its files dropped from the cache.
     ..._over_raw_huge: the raw write or read is made from memory in huge pages, which direct I/O likes better.
 
     These are ratios of times: 1.25 is 0.8 of the speed, less is better. s3_over_plain_upload is a ratio of

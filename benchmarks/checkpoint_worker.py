@@ -157,7 +157,7 @@ class Bench:
 
     def of_the_machine(self, size: int) -> list[Variant]:
         """The same number of bytes by the same number of processes, and nothing else."""
-        source, target, huge = raw.WarmBuffer(size), raw.WarmBuffer(size), raw.WarmBuffer(size, huge=True)
+        source, target, huge = raw.Buffer(size), raw.Buffer(size), raw.Buffer(size, huge=True)
         file = self.directory / f"raw-{self.worker.rank}"
 
         def remove() -> None:
@@ -168,6 +168,7 @@ class Bench:
             Variant(name="raw_write", before=remove, run=lambda: raw.write_raw(file, source)),
             Variant(name="raw_huge_write", before=remove, run=lambda: raw.write_raw(file, huge)),
             Variant(name="raw_read", run=lambda: raw.read_raw(file, target)),
+            Variant(name="raw_new_read", run=lambda: raw.read_raw(file, raw.Buffer(size, huge=True, new=True))),
             Variant(name="raw_huge_read", run=lambda: raw.read_raw(file, huge)),
         ]
 
@@ -239,7 +240,7 @@ def plain_upload(cell: Cell, rank: int, size: int) -> tuple[Variant, Callable[[]
     options = nested_options(cell.s3_options)
     filesystem = s3fs.S3FileSystem(**options)
     file = Path("/dev/shm") / f"elastic-runner-bench-{Path(cell.directory).name}-{rank}"
-    file.write_bytes(memoryview(raw.WarmBuffer(size).view))
+    file.write_bytes(memoryview(raw.Buffer(size).view))
     target = f"{cell.s3_url}-plain/{rank}"
     variant = Variant(name="plain_upload", run=lambda: filesystem.put_file(str(file), target))
     return variant, lambda: file.unlink(missing_ok=True)
@@ -259,10 +260,10 @@ def measure(cell: Cell, worker: er.Worker) -> dict[str, Any]:
             remove()
         return {"state_bytes": bench.bytes, "seconds": seconds}
     peak = bench.peak()
-    memcpy, raw_write, raw_huge_write, raw_read, raw_huge_read = bench.of_the_machine(bench.written())
+    memcpy, raw_write, raw_huge_write, raw_read, raw_new_read, raw_huge_read = bench.of_the_machine(bench.written())
     async_stall, save, load = bench.ours()
     dcp_async, dcp_kept, dcp_save, dcp_load = Stock(bench).variants()
-    order = [memcpy, async_stall, dcp_async, raw_write, save, dcp_save, raw_read, load]
+    order = [memcpy, async_stall, dcp_async, raw_write, save, dcp_save, raw_read, raw_new_read, load]
     if cell.thorough:
         order += [dcp_kept, raw_huge_write, raw_huge_read, dcp_load]
     seconds = alternate(order, cell.trials, bench.coordinator)

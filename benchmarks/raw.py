@@ -16,20 +16,21 @@ PAGE = 4096
 BLOCK = 8 << 20
 
 
-class WarmBuffer:
-    """Page-aligned private memory whose pages, ordinary or huge ones, are all there."""
+class Buffer:
+    """Page-aligned private memory, of ordinary or huge pages, all there unless it is ``new``."""
 
-    def __init__(self, size: int, *, huge: bool = False) -> None:
+    def __init__(self, size: int, *, huge: bool = False, new: bool = False) -> None:
         self.size = -(-size // PAGE) * PAGE
         self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
-        self.tensor.random_()
+        if not new:
+            self.tensor.random_()
 
 
-def write_raw(file: Path, buffer: WarmBuffer) -> None:
+def write_raw(file: Path, buffer: Buffer) -> None:
     """A new file by O_DIRECT in blocks, then fsync of it and of its directory."""
     handle = open_direct(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
@@ -43,7 +44,7 @@ def write_raw(file: Path, buffer: WarmBuffer) -> None:
     sync_path(file.parent)
 
 
-def read_raw(file: Path, buffer: WarmBuffer) -> None:
+def read_raw(file: Path, buffer: Buffer) -> None:
     """All of a file by O_DIRECT in blocks."""
     handle = open_direct(file, os.O_RDONLY)
     try:
