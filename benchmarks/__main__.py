@@ -9,6 +9,7 @@ HELP = """usage: scripts/bench BENCHMARK [flags]
 benchmarks:
   checkpoint     saving and loading against memcpy, raw direct I/O, torch.distributed.checkpoint and a plain S3 upload
   control-plane  the rendezvous with up to 1,000 simulated nodes
+  exact          determinism = "elastic" against plain DDP and FSDP2: seconds, bytes and memory of a step
   recovery       seconds from a fault to the next committed step, against stock torchrun on the same script
 
 'scripts/bench BENCHMARK --help' says what is measured and how."""
@@ -28,6 +29,10 @@ def main() -> int:
         from benchmarks.control_plane import main as control_plane
 
         return control_plane(rest)
+    if name == "exact":
+        from benchmarks.exact import main as exact
+
+        return exact(rest)
     if name == "recovery":
         from benchmarks.recovery import main as recovery
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.seaweed import weed
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,17 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert all(isinstance(value, (int, float, str)) for value in figures.values())
     assert all(name.replace("_", " ") in result.stdout for name in NAMES if name.endswith(("memcpy", "raw")))
     assert [entry.name for entry in tmp_path.iterdir()] == ["figures.json"]
+
+
+@pytest.mark.slow
+def test_exact(tmp_path: Path) -> None:
+    result = bench("exact", "--quick", "--json", str(tmp_path / "figures.json"))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    names = {"overhead_ddp", "overhead_fsdp", "bytes_over_ring_aligned", "bytes_over_ring_unaligned"}
+    assert set(figures) >= names
+    # What is moved is counted, not measured: a ring's on 2 ranks, more on 3. Others may use the device as well.
+    assert figures["bytes_over_ring_aligned"] >= 1 and figures["bytes_over_ring_unaligned"] >= 4 / 3
 
 
 def test_unknown_benchmark() -> None:

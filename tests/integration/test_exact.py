@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ import elastic_runner as er
 from elastic_runner.checkpoint.tools.difference import compare
 from elastic_runner.checkpoint.tools.opening import opened
 from elastic_runner.config import FsdpConfig, TrainingConfig
+from elastic_runner.environment import read_environment
 from elastic_runner.recipes import digits, gpt
 from elastic_runner.storage import open_storage
 from elastic_runner.train.record import read_summary
@@ -121,8 +124,19 @@ def test_kills_and_resizes_leave_no_trace(seed: int, tmp_path: Path) -> None:
     assert ledger(str(tmp_path / "alone")) == ledger(str(tmp_path / "killed"))
 
 
-def run_recipe(name: str, settings: er.RunConfig) -> None:
-    with patch.object(er, "load_config", lambda cls: settings):
+def run_recipe(name: str, settings: er.RunConfig, dies_after: int | None = None) -> None:
+    """``dies_after``: the last rank is killed after that step, before it is saved."""
+    save = er.Checkpointer.maybe_save
+
+    def save_or_die(self: er.Checkpointer, step: Any, *rest: Any) -> bool:
+        if step.number == dies_after and read_environment().rank == read_environment().world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(self, step, *rest)
+
+    with (
+        patch.object(er, "load_config", lambda cls: settings),
+        patch.object(er.Checkpointer, "maybe_save", save_or_die),
+    ):
         import_module(f"elastic_runner.recipes.{name}").main()
 
 
@@ -139,6 +153,7 @@ def recipe(name: str, run_dir: Path, strategy: str, shards: int) -> er.RunConfig
         training=TrainingConfig(max_steps=30, clip_norm=1.0),
         data=replace(base.data, global_batch=4 * shards, shards=shards),
         strategy=replace(base.strategy, name=strategy),  # type: ignore[arg-type]
+        checkpoint=replace(base.checkpoint, every=4),
     )
 
 
@@ -146,11 +161,18 @@ def recipe(name: str, run_dir: Path, strategy: str, shards: int) -> er.RunConfig
 @pytest.mark.parametrize("shards", [8, 12])
 @pytest.mark.parametrize("name", ["gpt", "digits"])
 def test_recipes_have_one_result(name: str, shards: int, tmp_path: Path) -> None:
-    """Their evaluations as well."""
-    places = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "ddp")]
+    """Their evaluations as well; through kills, other worlds and other strategies, too."""
+    places = [(1, "single"), (2, "ddp"), (3, "fsdp"), (4, "ddp")]
     directories = [tmp_path / f"{world}-{strategy}" for world, strategy in places]
     for directory, (world, strategy) in zip(directories, places, strict=True):
         run_ranks(run_recipe, world, name, recipe(name, directory, strategy, shards))
+    directories.append(tmp_path / "killed")
+    rng = random.Random(shards)
+    for world, strategy, step in ((2, "ddp", rng.randrange(5, 10)), (3, "fsdp", rng.randrange(14, 29))):
+        print(f"world {world}, {strategy}, killed after step {step}")
+        with pytest.raises(RankFailed):
+            run_ranks(run_recipe, world, name, recipe(name, directories[-1], strategy, shards), step)
+    run_ranks(run_recipe, 2, name, recipe(name, directories[-1], "ddp", shards))
     first = directories[0]
     for other in directories[1:]:
         assert difference(first, other) == []
