@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -90,11 +89,7 @@ def checkpoint(arguments: list[str]) -> int:
     """Run one of VERBS and return the exit code."""
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if verb in VERBS:
-        try:
-            return VERBS[verb](rest)
-        except BrokenPipeError:  # whoever read the output, such as head, has had enough of it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ExitCode.FAILED
+        return VERBS[verb](rest)
     asked = verb in ("-h", "--help")
     usage = f"usage: elastic-runner checkpoint {'|'.join(VERBS)} ...; 'elastic-runner checkpoint VERB --help' says more"
     print(usage, file=sys.stdout if asked else sys.stderr)

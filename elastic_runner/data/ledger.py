@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_runner import paths
+from elastic_runner.data.runs import Runs, total
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.storage import Storage
 
@@ -120,26 +121,43 @@ def parse(lines: Iterable[bytes]) -> Iterator[Record]:
             yield record
 
 
-def effective(records: Iterable[Record], resume_at: int | None = None) -> tuple[list[Record], int]:
-    """The records that led to the present state, and how many step records were lost.
+def is_start(record: Record) -> bool:
+    """Whether it says where an attempt resumed."""
+    return record.get("event") == "start" and isinstance(record.get("resumed_at"), int)
 
-    ``resume_at``: where an attempt that is about to start resumes.
+
+def limits(records: Iterable[Record], resume_at: int | None = None) -> list[int | None]:
+    """For what lies before each attempt's start, and last for what follows all: the step beyond which it was lost.
+
+    None: nothing of it was lost. ``resume_at``: where an attempt that is about to start resumes.
     """
-    kept: list[Record] = []
-    lost = 0
+    limit = resume_at
+    result = [limit]
+    for resumed_at in reversed([r["resumed_at"] for r in records if is_start(r)]):
+        limit = resumed_at if limit is None else min(limit, resumed_at)
+        result.append(limit)
+    return result[::-1]
 
-    def rewind(step: int) -> int:
-        beyond = sum(r.get("event") == "step" and r["step"] > step for r in kept)
-        kept[:] = [r for r in kept if r.get("step", 0) <= step]
-        return beyond
 
+def marked(records: Iterable[Record], known: Sequence[int | None]) -> Iterator[tuple[Record, bool]]:
+    """Each record, and whether it led to the present state; ``known``: their ``limits``, read before.
+
+    Of starts: whether any step of the attempt could. Two readings, so that a ledger need not fit into memory.
+    """
+    left = iter(known)
+    limit = next(left)
     for record in records:
-        if record.get("event") == "start":
-            lost += rewind(record["resumed_at"])
-        kept.append(record)
-    if resume_at is not None:
-        lost += rewind(resume_at)
-    return kept, lost
+        if is_start(record):
+            limit = next(left, None)  # none: an attempt that has started since
+        resumed_at: int = record.get("resumed_at", 0)
+        yield record, limit is None or record.get("step", resumed_at) <= limit
+
+
+def effective(records: Iterable[Record], resume_at: int | None = None) -> tuple[list[Record], int]:
+    """The records that led to the present state, and how many step records were lost; see ``limits``."""
+    everything = list(records)
+    both = list(marked(everything, limits(everything, resume_at)))
+    return [r for r, led in both if led], sum(r.get("event") == "step" for r, led in both if not led)
 
 
 @dataclass(kw_only=True)
@@ -161,8 +179,8 @@ class Tally:
     gaps: int = 0
     """Steps that do not follow on the one before: one is missing, doubled, or took its samples out of order."""
     _last: Record | None = None
-    _used: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of positions used in this epoch, sorted and apart from each other: a single one when all is well."""
+    _used: Runs = field(default_factory=Runs)
+    """Positions used in this epoch."""
 
     def add(self, record: Record) -> None:
         """Count one record; records other than steps are passed over."""
@@ -176,7 +194,8 @@ class Tally:
             expected = expected[0], expected[1] + bool(before), 0
         elif epoch < expected[1]:
             # What was used of an epoch that had ended is no longer known in detail; all of it counts.
-            self._used = [(0, last)]
+            self._used = Runs()
+            self._used.add(0, last)
         self.gaps += (record["step"], epoch, first) != expected
         self._use(first, last)
         self.steps += 1
@@ -186,27 +205,19 @@ class Tally:
         self._last = record
 
     def _use(self, first: int, last: int) -> None:
-        passed = self._used[-1][1] if self._used else 0
-        again = sum(max(0, min(last, b) - max(first, a)) for a, b in self._used)
+        passed = self._used.end
+        again = total(self._used.add(first, last))
         filled = max(0, min(last, passed) - first) - again
         self.repeated += again
         self.skipped += max(0, first - passed) - filled
-        merged: list[tuple[int, int]] = []
-        for a, b in sorted([*self._used, (first, last)]):
-            if merged and a <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(b, merged[-1][1])
-            else:
-                merged.append((a, b))
-        self._used = merged
 
     def _end_epochs(self, record: Record) -> None:
         before, length = self._last, record.get("length")
         if length is not None:
-            used_up = self._used[-1][1] if self._used else 0
             dropped = (_dropped_after(before) if before else 0) + record["dropped"] - _dropped_after(record)
             epochs = record["epoch"] - (before["epoch"] if before else 0)
-            self.skipped += max(0, epochs * length - used_up - dropped)
-        self._used = []
+            self.skipped += max(0, epochs * length - self._used.end - dropped)
+        self._used = Runs()
 
 
 def _dropped_after(record: Record) -> int:
@@ -224,3 +235,14 @@ def tally(records: Iterable[Record]) -> Tally:
     for record in records:
         result.add(record)
     return result
+
+
+def count(read: Callable[[], Iterable[Record]]) -> tuple[Tally, int]:
+    """What led to the present state, and how many step records were lost; ``read`` is called twice."""
+    result, lost = Tally(), 0
+    for record, led in marked(read(), limits(read())):
+        if led:
+            result.add(record)
+        else:
+            lost += record.get("event") == "step"
+    return result, lost

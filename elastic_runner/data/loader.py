@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from elastic_runner.config import DataConfig
 from elastic_runner.coordination import Place
+from elastic_runner.data.digest import shard_digest
 from elastic_runner.data.partition import Cursor, GlobalBatch, next_batch, shards_of
 from elastic_runner.data.processes import notices_held, shield
 from elastic_runner.data.random import kept, seed_cpu
@@ -80,10 +82,11 @@ class ElasticLoader:
         samples = self._config.global_batch // self._config.shards
         self._ready = None
         for shard in self._mine:
-            batch = to_device(next(self._iterator), self._worker.device)
+            fetched, digest = next(self._iterator)
+            batch = to_device(fetched, self._worker.device)
             if shard == self._mine[-1]:
                 self._ready = (self._batch.after, self._step + 1)
-            yield Microbatch(shard=shard, samples=samples, batch=batch)
+            yield Microbatch(shard=shard, samples=samples, batch=batch, digest=digest)
 
     def commit(self) -> None:
         """Move the position past the batch begun."""
@@ -137,7 +140,7 @@ class ElasticLoader:
 
 
 class _Keyed(Dataset[Any]):
-    """Fetches and collates whole shards, under random numbers keyed by step and shard."""
+    """Fetches and collates whole shards, under random numbers keyed by step and shard; gives the digest of each too."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -145,11 +148,9 @@ class _Keyed(Dataset[Any]):
         self._collate_fn = collate_fn
         self._epoch: int | None = None
 
-    def __getitems__(self, indices: ShardIndices) -> Any:
-        if get_worker_info() is None:
-            with kept():
-                return self._fetch(indices)
-        return self._fetch(indices)
+    def __getitems__(self, indices: ShardIndices) -> tuple[Any, int]:
+        with kept() if get_worker_info() is None else nullcontext():
+            return self._fetch(indices), shard_digest(indices)
 
     def _fetch(self, indices: ShardIndices) -> Any:
         set_epoch = getattr(self._dataset, "set_epoch", None)

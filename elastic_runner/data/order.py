@@ -29,9 +29,10 @@ def samples_at(positions: Sequence[int], *, length: int, seed: int, epoch: int) 
     """
     if length <= 0:
         raise ValueError(f"length must be positive, not {length}")
-    if len(positions) and not 0 <= min(positions) <= max(positions) < length:
-        raise ValueError(f"positions {min(positions)}..{max(positions)} are not within the epoch's {length} samples")
-    values = np.asarray(positions, dtype=np.uint64)
+    asked = np.asarray(positions, dtype=np.int64)
+    if asked.size and not 0 <= asked.min() <= asked.max() < length:
+        raise ValueError(f"positions {asked.min()}..{asked.max()} are not within the epoch's {length} samples")
+    values = asked.astype(np.uint64)
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = [np.uint64(key_of("order", seed, epoch, number)) for number in range(_ROUNDS)]
     values = _feistel(values, half, keys)
@@ -39,7 +40,8 @@ def samples_at(positions: Sequence[int], *, length: int, seed: int, epoch: int) 
     while outside.any():
         values[outside] = _feistel(values[outside], half, keys)
         outside = values >= length
-    return [int(value) for value in values]
+    samples: list[int] = values.tolist()
+    return samples
 
 
 def _feistel(values: np.ndarray, half: int, keys: list[np.uint64]) -> np.ndarray:

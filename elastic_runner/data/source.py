@@ -39,6 +39,8 @@ class Microbatch:
     """Samples in it."""
     batch: Any
     """What the collate function made, on the device of the model."""
+    digest: int | None = None
+    """``shard_digest`` of the samples that were fetched; None where samples have no number (streams)."""
 
 
 class DataSource(Protocol):

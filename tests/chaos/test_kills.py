@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.audit import audit
+from elastic_runner.data.ledger import effective, read_records
 from elastic_runner.storage import open_storage
 from elastic_runner.train.record import read_summary
 from tests.support.job import PHASES, Kill, config, train
@@ -21,10 +22,11 @@ TOLERANCE = 1e-4
 
 
 def losses_on_record(run_dir: str, options: dict[str, str] | None = None) -> dict[int, float]:
-    """The loss curve by the ledger, after checking that it has no gap."""
-    records, _ = effective(read_records(open_storage(run_dir, options)))
-    counts = tally(records)
-    assert (counts.steps, counts.gaps, counts.repeated, counts.skipped) == (STEPS, 0, 0, 0)
+    """The loss curve by the ledger, after an audit of it."""
+    storage = open_storage(run_dir, options)
+    found = audit(lambda: read_records(storage))
+    assert (found.verdict, found.steps) == ("proven", STEPS), found
+    records, _ = effective(read_records(storage))
     return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_runner as er
 from elastic_runner.config import CheckpointConfig, DataConfig, TrainingConfig
+from elastic_runner.data.audit import audit
 from elastic_runner.data.ledger import effective, read_records, tally
 from elastic_runner.storage import open_storage
 from tests.support.ranks import RankFailed, run_ranks
@@ -72,3 +73,4 @@ def test_ledger_of_a_job_that_was_killed_and_resized_shows_each_sample_once(tmp_
     assert (counts.steps, counts.samples) == (20, 160)
     assert lost == 2 + 1
     assert counts.dropped == 3 * (LENGTH % 8)
+    assert audit(lambda: read_records(open_storage(str(tmp_path / "run")))).verdict == "proven"

@@ -1,0 +1,158 @@
+"""The audit: what a run's record proves of the samples that the run has used.
+
+It reads the record alone and recomputes the order by itself: model, dataset and checkpoints are not asked. Steps that
+were lost at a restart and done again are counted, not judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from elastic_runner.data.claims import Batch, Coverage, Finding, Line, Order, Rates, Resumes, Step, Steps, Verdict
+from elastic_runner.data.coverage import Portion
+from elastic_runner.data.ledger import Record, is_start, limits, marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptLines:
+    """What one attempt left on record."""
+
+    attempt: int
+    """Its number."""
+    world: int | None
+    """Ranks."""
+    strategy: str | None
+    """Of its model."""
+    resumed_at: int
+    """The step that it continued after."""
+    steps: int
+    """Steps that led to the present state."""
+    lost: int
+    """Steps that were lost at a later start, and done again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the whole record proves."""
+
+    verdict: Verdict
+    """The worst of all claims."""
+    steps: int
+    """Steps that led to the present state."""
+    lost: int
+    """Steps on record that were lost and done again."""
+    findings: tuple[Finding, ...]
+    """One for each claim."""
+    portions: tuple[Portion, ...]
+    """Samples that an epoch did not use exactly once, faults or not."""
+    attempts: tuple[AttemptLines, ...]
+    """In the order of the record."""
+
+
+def audit(read: Callable[[], Iterable[Record]]) -> Audit:
+    """Judge the records that ``read`` gives.
+
+    It is called twice, so that a ledger need not fit into memory. What a run that goes on has added by the second time
+    is left for the next audit.
+    """
+    counted = _Counted(read())
+    known = limits(counted)
+    auditor = _Auditor()
+    for record, led in marked(islice(read(), counted.count), known):
+        if is_start(record):
+            auditor.start(record, led)
+        elif record.get("event") == "step":
+            auditor.step(record, led)
+    return auditor.result()
+
+
+class _Counted:
+    """Records, and how many there were."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._records = records
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        for record in self._records:
+            self.count += 1
+            yield record
+
+
+class _Auditor:
+    """Puts the lines that led to the present state in place and before the judges."""
+
+    def __init__(self) -> None:
+        self._steps, self._coverage = Steps(), Coverage()
+        self._judges = (self._steps, Resumes(), Batch(), self._coverage, Order(), Rates())
+        self._starts: dict[int, Record] = {}
+        self._led: Counter[int] = Counter()
+        self._lost: Counter[int] = Counter()
+        self._before: Line | None = None
+        self._at = 0
+        self._resumed, self._place_known = False, True
+
+    def start(self, record: Record, led: bool) -> None:
+        """An attempt begins; ``led``: what it rests on led to the present state."""
+        attempt, resumed_at = record.get("attempt", 0), record["resumed_at"]
+        self._starts.setdefault(attempt, record)
+        if led:
+            self._place_known = resumed_at == self._at
+            self._at, self._resumed = resumed_at, True
+            for judge in self._judges:
+                judge.start(attempt, resumed_at)
+
+    def step(self, record: Record, led: bool) -> None:
+        """A step was committed; ``led``: to the present state."""
+        if not led:
+            self._lost[record.get("attempt", 0)] += 1
+            return
+        line = Line.of(record)
+        if line is None:
+            self._steps.fault(f"the line of step {record.get('step')} lacks something that has to be in it")
+            return
+        self._led[line.attempt] += 1
+        place_known = self._place_known and line.step == self._at + 1
+        step = Step(
+            line=line,
+            record=record,
+            before=self._before,
+            start=self._starts.get(line.attempt, {}),
+            resumed=self._resumed,
+            continues=not place_known or _continues(line, self._before),
+        )
+        for judge in self._judges:
+            judge.step(step)
+        self._before, self._at, self._resumed, self._place_known = line, line.step, False, True
+
+    def result(self) -> Audit:
+        """After all records."""
+        findings = tuple(judge.finding() for judge in self._judges)
+        verdicts = {finding.verdict for finding in findings}
+        return Audit(
+            verdict="refuted" if "refuted" in verdicts else "open" if "open" in verdicts else "proven",
+            steps=self._led.total(),
+            lost=self._lost.total(),
+            findings=findings,
+            portions=tuple(self._coverage.portions),
+            attempts=tuple(
+                AttemptLines(
+                    attempt=attempt,
+                    world=start.get("world"),
+                    strategy=start.get("strategy"),
+                    resumed_at=start["resumed_at"],
+                    steps=self._led[attempt],
+                    lost=self._lost[attempt],
+                )
+                for attempt, start in self._starts.items()
+            ),
+        )
+
+
+def _continues(line: Line, before: Line | None) -> bool:
+    if before is None:
+        return (line.epoch, line.first) == (0, 0)
+    return (line.epoch, line.first) in ((before.epoch, before.last), (before.epoch + 1, 0))
