@@ -32,7 +32,7 @@ class End:
     restored: str | None
     """Path of the manifest that it started from; None: from step 0."""
     saved: str | None = None
-    """Path of the newest manifest that it committed itself."""
+    """Path of the newest manifest that it committed itself; none of a step in which replicas may have differed."""
     rank: int | None = None
     """The rank that failed first."""
     message: str = ""
@@ -44,6 +44,9 @@ class End:
 
     learned_limit: bool = False
     """A hang: whether it was judged by a limit that was learned from earlier durations, which may be wrong."""
+
+    agreed: int | None = None
+    """The last step after which all replicas of the parameters were found the same; None: none was compared."""
 
     def went_through(self, path: str) -> bool:
         """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""

@@ -81,7 +81,7 @@ def newest_common(found: Iterable[Found], *, newer_than: int, trusted_after: int
         if step <= newer_than:
             continue
         if attempt <= trusted_after:
-            refused.append(f"step {step} in memory: the last attempts failed the same way again and again")
+            refused.append(f"step {step} in memory: it may be what the attempts before failed of")
             continue
         lead = next((one for one in parts if one.snapshot.plain), None)
         common = None if lead is None else Common(lead=lead, found=tuple(parts))

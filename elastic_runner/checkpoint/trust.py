@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import Checkpoint, Manifest
-from elastic_runner.errors import ElasticRunnerError, NonFiniteError, names
+from elastic_runner.errors import ElasticRunnerError, NonFiniteError, ReplicasDiffer, names
 from elastic_runner.history import FROM_OUTSIDE, HANG, End
 
 
@@ -72,6 +73,7 @@ def describe_non_finite(manifest: Manifest, most: int = 3) -> str:
 
 def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
     """Checkpoints, by manifest path with a reason, that led to the same failure ``times`` times; ``times`` 0: none.
+    Besides those of steps in which replicas may have differed.
 
     Not one from which a newer checkpoint came, and not where the same failure came about without it as well: then it
     is the failure's step, its samples or the program, going back does not help, and nothing further is demoted.
@@ -89,14 +91,29 @@ def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
                 continue
             if all(end.went_through(path) for end in same):
                 found[path] = f"led {loads} times to {kind} in step {step}, and to no newer checkpoint"
-    return found
+    return {**found, **_of_differing_replicas(known)}
 
 
-def last_of_the_same(ends: Sequence[End], times: int) -> int:
-    """The newest attempt, if the last ``times`` ends on record (oldest first) are the same failure; else 0.
+def _of_differing_replicas(ends: Iterable[End]) -> dict[str, str]:
+    """All that an attempt may have saved after the last step in which its replicas were the same."""
+    return {
+        paths.manifest(step, end.attempt): f"written after step {end.agreed}, the last in which all replicas agreed"
+        for end in ends
+        if end.kind == ReplicasDiffer.__name__ and end.agreed is not None and end.step is not None
+        for step in range(end.agreed + 1, end.step)
+    }
 
-    What was in memory by then may be what fails. ``times`` 0: never.
+
+def memory_distrusted(ends: Sequence[End], times: int) -> int:
+    """The newest attempt whose memory may be what fails; 0: none. ``ends``: on record, oldest first.
+
+    It is the last one, if the last ``times`` are the same failure (``times`` 0: never), or one with differing replicas.
     """
+    differed = max((end.attempt for end in ends if end.kind == ReplicasDiffer.__name__), default=0)
+    return max(differed, _last_of_the_same(ends, times))
+
+
+def _last_of_the_same(ends: Sequence[End], times: int) -> int:
     last = [end for end in ends if end.step is not None and end.kind not in _NOT_OF_THE_STATE][-times or len(ends) :]
     same = len(last) == times > 0 and len({(end.step, end.kind) for end in last}) == 1
     return last[-1].attempt if same else 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
-from elastic_runner.checkpoint.snapshots import Snapshots
+import torch
+
+from elastic_runner.checkpoint.snapshots import Report, Snapshots
 from elastic_runner.data.random import seed_all
-from elastic_runner.errors import LoopError
+from elastic_runner.errors import LoopError, ReplayDiverged
 from elastic_runner.observability.progress import StepProgress
+from elastic_runner.train.divergence import Replica, ReplicaCheck
 from elastic_runner.train.exact import ExactGradients, check_optimizer
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step, StepPlace
@@ -29,50 +32,93 @@ class LoopPlace(StepPlace, Protocol):
         ...
 
 
+class _Said(NamedTuple):
+    """What a rank tells the others when a step begins."""
+
+    stop: bool
+    """Whether it was asked to stop."""
+    snapshots: Report
+    """How its snapshots stand."""
+    replica: Replica | None
+    """Its parameters, where they are to be compared."""
+    objection: str | None
+    """Why it must not go on."""
+
+
 def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
     """Yield one Step after the other.
 
-    Raises LoopError when ranks stand at different steps, or a step is not finished.
+    Raises LoopError when ranks stand at different steps, or a step is not finished; ReplicasDiffer and, by
+    ``training.replay``, ReplayDiverged.
     """
     config, coordinator = place.config, place.coordinator
-    state.begun_at = state.step
+    state.begun_at, state.agreed_at = state.step, None
     steps = coordinator.gather("first step", state.step)
     if len(set(steps)) > 1:
         raise LoopError(f"ranks stand at different steps: {steps}; call checkpointer.restore() on every rank")
-    world, target = coordinator.world_size, config.training.max_steps
-    place.record.start(
-        state.step,
-        {
-            "world": world,
-            "strategy": config.strategy.name,
-            "global_batch": config.data.global_batch,
-            "target": target,
-        },
-    )
-    gradients = _gradients(state, place)
+    target = config.training.max_steps
+    place.record.start(state.step, _facts(place), replay=config.training.replay)
+    gradients, replicas = _gradients(state, place), ReplicaCheck(state, place)
     phase, first = "first_step", state.step + 1
     with StepProgress(total=target, done=state.step, enabled=coordinator.is_main) as progress:
         while state.step < target and not place.draining:
             with place.phase(phase):
                 number = state.step + 1
-                # Ranks that are elsewhere (in a save that was called on rank 0 alone) are noticed before they hang.
-                said = coordinator.gather(f"step {number} begins", (place.stop_requested, place.snapshots.report()))
-                place.snapshots.hear([report for _, report in said], state.step)
+                said = _exchange(f"step {number} begins", place, replicas)
+                place.snapshots.hear([one.snapshots for one in said], state.step)
                 place.snapshots.begins()
-                if any(asked for asked, _ in said) and number == first and not place.in_memory_only:
+                if any(one.stop for one in said) and number == first and not place.in_memory_only:
                     place.draining = True  # nothing has been done that is not saved
                     break
-                step = Step(number, state.data.begin(number), state, place, gradients)
+                span = state.data.begin(number)
                 if config.determinism != "off":
                     seed_all(place.seed, "step", number)
                 else:
                     seed_all(place.seed, "step", number, place.attempt, coordinator.rank)
+                step = Step(number, span, state, place, gradients)
                 yield step
                 if step.result is None:
                     raise LoopError(f"step {number}: the loop body ended without step.optimize()")
             place.draining = step.draining
             progress.step(number, step.result.loss)
             phase = "step"
+    with place.phase("step"):
+        _exchange("the loop ends", place, replicas, ends=True)
+
+
+def _exchange(label: str, place: LoopPlace, replicas: ReplicaCheck, *, ends: bool = False) -> list[_Said]:
+    """What all ranks have to say. Ranks that are elsewhere (in a save that was called on rank 0 alone) are noticed."""
+    divergence = place.record.divergence if place.config.training.replay == "stop" else None
+    mine = _Said(
+        stop=place.stop_requested,
+        snapshots=place.snapshots.report(),
+        replica=replicas.report(ends=ends),
+        objection=None if divergence is None else str(divergence),
+    )
+    said = place.coordinator.gather(label, mine)
+    for one in said:
+        if one.objection is not None:
+            raise ReplayDiverged(one.objection)
+    replicas.hear([one.replica for one in said])
+    return said
+
+
+def _facts(place: LoopPlace) -> dict[str, Any]:
+    """What results depend on, besides what is in each step's line."""
+    config = place.config
+    return {
+        "world": place.coordinator.world_size,
+        "strategy": config.strategy.name,
+        "determinism": config.determinism,
+        "precision": config.training.precision,
+        "device": place.device.type,
+        "threads": torch.get_num_threads(),
+        "seed": place.seed,
+        "global_batch": config.data.global_batch,
+        "shards": config.data.shards,
+        "last_batch": config.data.last_batch,
+        "target": config.training.max_steps,
+    }
 
 
 def _gradients(state: TrainState, place: LoopPlace) -> Gradients:

@@ -11,16 +11,28 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_runner import paths
-from elastic_runner.data.ledger import LedgerWriter, Tally, effective, read_records, tally
+from elastic_runner.config import ReplayPolicy
+from elastic_runner.data.ledger import LedgerWriter, Record, Tally, effective, read_records, tally
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
 from elastic_runner.train.lines import StepLines, missing
+from elastic_runner.train.replay import Divergence, Done, Replay, done_beyond
 
 log = logging.getLogger(__name__)
+
+
+class _Past(NamedTuple):
+    resumed_at: int
+    records: list[Record]
+    """What led there."""
+    lost: int
+    """Steps that did not."""
+    done: dict[int, Done]
+    """What is on record of those that come next."""
 
 
 class RunRecord:
@@ -31,14 +43,19 @@ class RunRecord:
         self._attempt = attempt
         self.lines = StepLines(lambda line: None, attempt)
         """Lines of steps that may have to wait."""
+        self.divergence: Divergence | None = None
+        """What came to something else when it was done again; known on global rank 0."""
 
-    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
-        """The attempt continues after step ``resumed_at``."""
+    def start(self, resumed_at: int, facts: Mapping[str, Any], *, replay: ReplayPolicy = "off") -> None:
+        """The attempt continues after step ``resumed_at``. ``replay``: as in the configuration."""
         self.lines.hold(False)  # the program went back on its own: what waits is of a course that has ended
 
     def step(self, record: dict[str, Any]) -> None:
         """An optimizer step is committed."""
         self.lines.add({"event": "step", **_as_json(record)})
+
+    def replicas_differ(self, event: Record) -> None:
+        """A comparison of the replicas went wrong."""
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The model after ``step`` was evaluated."""
@@ -80,7 +97,8 @@ class MainRecord(RunRecord):
         super().__init__(storage, attempt=attempt)
         self._ledger = LedgerWriter(storage, attempt)
         self.lines = StepLines(self._ledger.append, attempt)
-        self._led_here: tuple[int, list[dict[str, Any]], int] | None = None
+        self._past: _Past | None = None
+        self._replay: Replay | None = None
         self._tally: Tally | None = None
         self._lock = threading.RLock()
         """Of the summary and the tally; never held while the storage is asked."""
@@ -90,19 +108,20 @@ class MainRecord(RunRecord):
         self._set(status="running", attempt=attempt, target_step=target_step, restarts=restarts, message="")
         self._publish()
 
-    def start(self, resumed_at: int, facts: Mapping[str, Any]) -> None:
+    def start(self, resumed_at: int, facts: Mapping[str, Any], *, replay: ReplayPolicy = "off") -> None:
         """Count what led here, then open the ledger of this attempt."""
         self.lines.hold(False)  # the program went back on its own: what was done since is on record as lost
-        known, self._led_here = self._led_here, None
-        if known is not None and known[0] == resumed_at:
-            _, records, lost = known
-        else:
-            records, lost = effective(read_records(self._storage), resumed_at)
-        counts = tally(records)
+        past, self._past = self._past, None
+        if past is None or past.resumed_at != resumed_at:
+            past = self._look_back(resumed_at)
+        counts = tally(past.records)
         with self._lock:
             self._tally = counts
-        self._set(step=resumed_at, lost_steps=lost)
-        for record in records:
+        self.divergence = self._replay = None
+        if replay != "off" and past.done:
+            self._replay = Replay(past.done, dict(facts), stops=replay == "stop")
+        self._set(step=resumed_at, lost_steps=past.lost)
+        for record in past.records:
             if record["event"] == "evaluation":
                 self._set(validation=record["metrics"], validation_step=record["step"])
             elif record["event"] == "step":
@@ -112,20 +131,44 @@ class MainRecord(RunRecord):
 
     def recover(self, lines: bytes, resumed_at: int) -> None:
         """Put on record what is not there, before the attempt's own first line."""
-        records, lost = effective(read_records(self._storage), resumed_at)
-        for line in list(missing(lines, records, resumed_at)):
+        past = self._past = self._look_back(resumed_at)
+        for line in list(missing(lines, past.records, resumed_at)):
             self._ledger.append(line)
-            records.append(line)
-        self._led_here = resumed_at, records, lost
+            past.records.append(line)
+
+    def _look_back(self, resumed_at: int) -> _Past:
+        everything = list(read_records(self._storage))
+        records, lost = effective(everything, resumed_at)
+        return _Past(resumed_at, records, lost, done_beyond(everything, resumed_at))
 
     def step(self, record: dict[str, Any]) -> None:
         """Add a line; the summary follows at the next save."""
         record = {"event": "step", **_as_json(record)}
+        if self._replay is not None:
+            self._replay.compare(record)
+            if self._replay.over:
+                self._tell_replay()
         self.lines.add(record)
         with self._lock:
             if self._tally is not None:
                 self._tally.add(record)
             self._set(step=record["step"], train_loss=record["loss"])
+
+    def _tell_replay(self) -> None:
+        """What has come of it, before the line of the step that differs."""
+        replay, self._replay = self._replay, None
+        if replay is None or not (replay.equal or replay.divergence):
+            return
+        self.divergence = replay.divergence
+        if self.divergence is None:
+            log.info("%d steps were done again and came to the same as before", replay.equal)
+        else:
+            log.warning("the replay check: %s", self.divergence)
+        self._append(replay.event())
+
+    def replicas_differ(self, event: Record) -> None:
+        """Add it: what is on record of the steps since the last agreement is not to be relied on."""
+        self._append({"event": "replicas", **event})
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a line and renew the summary."""
@@ -151,6 +194,7 @@ class MainRecord(RunRecord):
     def end(self, status: Status, message: str = "") -> None:
         """Close with ``status``."""
         if status != "failed":
+            self._tell_replay()
             self.lines.hold(False)
         self._set(status=status, message=message)
         self._publish()

@@ -42,6 +42,8 @@ class TrainState:
         self.step = 0
         self.begun_at = 0
         """The step at which this attempt began."""
+        self.agreed_at: int | None = None
+        """The last step after which all replicas were found the same; None: not compared yet."""
         for name, other in others.items():
             if name in _TAKEN:
                 raise StateError(f"the name {name!r} is taken by a part of every TrainState; use another keyword")

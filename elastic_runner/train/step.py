@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -14,9 +14,11 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Place
+from elastic_runner.data.digest import batch_digest
 from elastic_runner.data.random import seed_all
 from elastic_runner.data.source import Microbatch, Span
 from elastic_runner.errors import LoopError, NonFiniteError
+from elastic_runner.train.generators import host_generators, model_generators
 from elastic_runner.train.record import RunRecord
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.synchronize import Gradients, exchanging
@@ -61,6 +63,15 @@ class StepResult:
     """False when a gradient was not finite and the update was skipped."""
 
 
+class _Totals(NamedTuple):
+    loss: float
+    units: float
+    samples: str | None
+    """Digest of the global batch's sample ids; None where they have none."""
+    rng: str
+    """Digest of the random generators as each logical shard found them."""
+
+
 class Step:
     """Handed out by ``worker.steps``: loop over ``microbatches``, ``backward`` each loss, then ``optimize`` once."""
 
@@ -83,8 +94,12 @@ class Step:
         self._gradients = gradients
         self._config = place.config
         self._shards = place.config.data.shards
-        # Losses, their units (samples or tokens) per logical shard, and what all ranks must hear of.
-        self._totals = torch.zeros(2 * self._shards + 2, dtype=torch.float64)
+        # Per logical shard: loss, its units (samples or tokens), digests of samples and generators; then what all
+        # ranks must hear of.
+        self._totals = torch.zeros(4 * self._shards + 2, dtype=torch.float64)
+        self._of_shards = self._totals[:-2].view(4, self._shards)
+        self._host_rng, self._rng = host_generators(), 0
+        self._numbered = True
         self._current: Microbatch | None = None
         self._extra = False
         self._done = 0
@@ -104,6 +119,7 @@ class Step:
             self._current = microbatch
             if self._config.determinism != "off":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
+            self._rng = model_generators(self._place.device)
             last = index == self._turns - 1
             around = self._gradients.microbatch(last=last, extra=self._extra)
             with around, autocast(self._config, self._place.device):
@@ -141,9 +157,10 @@ class Step:
         with torch.autocast(self._place.device.type, enabled=False), around:
             (loss * (scale * units / self._config.data.global_batch)).backward()
         if not self._extra:
-            shard = self._current.shard
-            self._totals[shard] = loss.detach().double().item()
-            self._totals[self._shards + shard] = units
+            digest = self._current.digest
+            self._numbered &= digest is not None
+            found = (loss.detach().double().item(), units, digest or 0, self._rng)
+            self._of_shards[:, self._current.shard] = torch.tensor(found, dtype=torch.float64)
         self._done += 1
 
     def optimize(self) -> StepResult:
@@ -156,7 +173,7 @@ class Step:
                 f"step {self.number}: {self._done} of {self._turns} microbatches had their backward before optimize"
             )
         self._place.progress()
-        loss, units = self._reduce_totals()
+        loss, units, samples, rng = self._reduce_totals()
         parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
         # Losses were weighted against global_batch units; tokens and the loss scale are put right here.
         factor = self._config.data.global_batch / units / self._scale()
@@ -182,23 +199,28 @@ class Step:
         self._state.step = self.number
         self._state.data.commit()
         self.result = StepResult(loss=loss, grad_norm=norm, lr=lr, scale=scale, updated=finite)
-        world = self._place.coordinator.world_size
-        self._place.record.step({"step": self.number, **asdict(self.span), **asdict(self.result), "world": world})
+        seen = {"digest": samples, "rng": rng, "world": self._place.coordinator.world_size}
+        self._place.record.step({"step": self.number, **asdict(self.span), **asdict(self.result), **seen})
         return self.result
 
-    def _reduce_totals(self) -> tuple[float, float]:
+    def _reduce_totals(self) -> _Totals:
         # Each shard's number is added to zeros, which is exact; the sum over shards then has one fixed order, so
         # the loss does not depend on the world size. What is agreed at the end of a step travels along.
         self._totals[-2] = float(self._place.save_ended)
         self._totals[-1] = float(self._place.stop_requested)
         totals = self._place.coordinator.sum(f"step {self.number}", self._totals)
-        losses, units = totals[: self._shards].tolist(), totals[self._shards : -2].tolist()
+        losses, units, samples, rngs = totals[:-2].view(4, self._shards).tolist()
         self.save_ended = totals[-2].item() > 0
         self.draining = totals[-1].item() > 0
         total = sum(units)
         if total == 0:
             raise LoopError(f"step {self.number}: the whole global batch has 0 tokens")
-        return sum(loss * unit for loss, unit in zip(losses, units, strict=True)) / total, total
+        return _Totals(
+            loss=sum(loss * unit for loss, unit in zip(losses, units, strict=True)) / total,
+            units=total,
+            samples=batch_digest([int(digest) for digest in samples]) if self._numbered else None,
+            rng=batch_digest([self._host_rng, *(int(digest) for digest in rngs)]),
+        )
 
     def _handle_non_finite(self, finite: bool, loss: float, norm: float) -> None:
         if finite or self._config.training.non_finite == "skip":

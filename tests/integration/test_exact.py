@@ -17,9 +17,10 @@ import elastic_runner as er
 from elastic_runner.checkpoint.tools.difference import compare
 from elastic_runner.checkpoint.tools.opening import opened
 from elastic_runner.config import FsdpConfig, TrainingConfig
+from elastic_runner.data.ledger import read_records
 from elastic_runner.environment import read_environment
 from elastic_runner.recipes import digits, gpt
-from elastic_runner.storage import open_storage
+from elastic_runner.storage import LocalStorage, open_storage
 from elastic_runner.train.record import read_summary
 from tests.support import job
 from tests.support.exact_jobs import config, ledger, results
@@ -122,6 +123,8 @@ def test_kills_and_resizes_leave_no_trace(seed: int, tmp_path: Path) -> None:
     interrupted(tmp_path / "killed", random.Random(seed))
     assert difference(tmp_path / "alone", tmp_path / "killed") == []
     assert ledger(str(tmp_path / "alone")) == ledger(str(tmp_path / "killed"))
+    replays = [r for r in read_records(LocalStorage(tmp_path / "killed")) if r["event"] == "replay"]
+    assert replays and not any("divergence" in replay for replay in replays), replays
 
 
 def run_recipe(name: str, settings: er.RunConfig, dies_after: int | None = None) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.marks import Marks
-from elastic_runner.checkpoint.trust import Health, blamed, candidates, last_of_the_same
+from elastic_runner.checkpoint.trust import Health, blamed, candidates, memory_distrusted
 from elastic_runner.errors import NonFiniteError
 from elastic_runner.history import End
 from tests.support.committed import checkpoint
@@ -146,10 +146,22 @@ def same(attempt: int, step: int | None = 30, kind: str = "ValueError", **more: 
     ],
 )
 def test_memory_is_distrusted_after_the_same_failure_again(ends: list[End], times: int, newest: int) -> None:
-    assert last_of_the_same(ends, times) == newest
+    assert memory_distrusted(ends, times) == newest
 
 
 def test_what_went_on_from_memory_does_not_blame_the_checkpoint_behind_it() -> None:
     """It may be memory that is wrong; only what was restored from storage counts."""
     assert blamed([same(2), same(3, in_memory=True)], 2) == {}
     assert list(blamed([same(2), same(3, in_memory=True), same(4)], 2)) == ["step-0000000020/manifest-000001.json"]
+
+
+def differing(attempt: int, step: int, agreed: int | None, kind: str = "ReplicasDiffer") -> End:
+    return End(attempt=attempt, kind=kind, step=step, restored=at(20), agreed=agreed)
+
+
+def test_what_was_saved_after_replicas_last_agreed_is_distrusted_at_once() -> None:
+    """Checkpoints of that attempt, and all that was in memory by then."""
+    ends = [differing(3, 33, 30), differing(4, 33, 30, kind="ValueError")]
+    assert blamed(ends, 2).keys() == blamed(ends, 0).keys() == {at(31, 3), at(32, 3)}
+    assert (memory_distrusted(ends, 2), memory_distrusted(ends[1:], 2)) == (3, 0)
+    assert blamed([differing(3, 31, None)], 2) == {}, "it began so, and has saved nothing"
