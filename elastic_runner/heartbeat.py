@@ -9,8 +9,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import xxhash
@@ -18,14 +19,16 @@ import xxhash
 SIZE = 4096
 """Bytes of a worker's page."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Seed of the digests: another layout is not taken for this one."""
-_FIELDS = struct.Struct("<QIiqqqdd?40s")
+_FIELDS = struct.Struct("<QIiqqqddd?40s")
+_FIGURES = struct.Struct("<qqddqqqddd")
+_LENGTH = _FIELDS.size + _FIGURES.size
 _DIGEST = struct.Struct("<Q")
-_COPY = 128
+_COPY = 256
 _LANE = 2 * _COPY
 
-assert _FIELDS.size + _DIGEST.size <= _COPY
+assert _LENGTH + _DIGEST.size <= _COPY
 
 
 class Lane(IntEnum):
@@ -35,6 +38,35 @@ class Lane(IntEnum):
     """What the program does."""
     SAVING = 1
     """The save that goes on beside it."""
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """What a worker has come to in its attempt: renewed by the worker, told with every beat, read for the metrics."""
+
+    steps: int = 0
+    """Optimizer steps."""
+    samples: int = 0
+    """Samples of the global batches of those steps."""
+    step_seconds: float = 0.0
+    """Time in phase ``step``, which begins with an attempt's second step; saves are left out."""
+    last_rate: float = 0.0
+    """Samples per second of the last one of these."""
+    saves: int = 0
+    """Checkpoints that are durable."""
+    saves_failed: int = 0
+    """Saves that failed while training went on."""
+    saves_skipped: int = 0
+    """Saves left out because the one before was still going on."""
+    save_seconds: float = 0.0
+    """How long the last save took, beside training."""
+    save_stall: float = 0.0
+    """Seconds in all that training stood still for saves."""
+    saved_at: float = 0.0
+    """When the newest checkpoint was known to be durable, by time.monotonic; 0: there is none of this attempt."""
+
+
+_NAMES = tuple(each.name for each in fields(Figures))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +93,29 @@ class Beat:
     """Whether the limit comes from the durations of earlier phases rather than from ``timeouts`` itself."""
     phase: str
     """Name of the innermost phase; empty outside of all."""
+    at: float = 0.0
+    """When this was written, by time.monotonic."""
+    figures: Figures = field(default_factory=Figures)
+    """What the worker has come to."""
 
 
 class Heart:
     """Writes one lane of a page. ``position``: attempt and last finished step, as in Beat."""
 
     def __init__(
-        self, page: mmap.mmap | bytearray, lane: Lane, *, rank: int, position: Callable[[], tuple[int, int]]
+        self,
+        page: mmap.mmap | bytearray,
+        lane: Lane,
+        *,
+        rank: int,
+        position: Callable[[], tuple[int, int]],
+        figures: Figures | None = None,
     ) -> None:
         self._page = page
         self._start = lane * _LANE
         self._rank = rank
         self._position = position
+        self._figures = figures or Figures()
         self._pid = os.getpid()
         self._number = 0
 
@@ -81,8 +124,9 @@ class Heart:
         self._number += 1
         attempt, step = self._position()
         record = _FIELDS.pack(
-            self._number, self._pid, self._rank, attempt, step, progress, since, limit, learned, phase.encode()[:40]
-        )
+            self._number, self._pid, self._rank, attempt, step, progress, since, limit, time.monotonic(), learned,
+            phase.encode()[:40],
+        ) + _FIGURES.pack(*(getattr(self._figures, name) for name in _NAMES))  # fmt: skip
         record += _DIGEST.pack(xxhash.xxh3_64_intdigest(record, seed=_FORMAT))
         start = self._start + self._number % 2 * _COPY
         self._page[start : start + len(record)] = record
@@ -113,11 +157,12 @@ def forget_others(page: mmap.mmap | bytearray, pid: int) -> None:
 
 
 def _whole(copy: bytes) -> Beat | None:
-    record = copy[: _FIELDS.size]
-    if _DIGEST.unpack_from(copy, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(record, seed=_FORMAT):
+    record = copy[:_LENGTH]
+    if _DIGEST.unpack_from(copy, _LENGTH)[0] != xxhash.xxh3_64_intdigest(record, seed=_FORMAT):
         return None
-    number, pid, rank, attempt, step, progress, since, limit, learned, phase = _FIELDS.unpack(record)
+    number, pid, rank, attempt, step, progress, since, limit, at, learned, phase = _FIELDS.unpack_from(record)
     return Beat(
         number=number, pid=pid, rank=rank, attempt=attempt, step=step, progress=progress, since=since, limit=limit,
-        learned=learned, phase=phase.rstrip(b"\0").decode(errors="replace"),
+        learned=learned, phase=phase.rstrip(b"\0").decode(errors="replace"), at=at,
+        figures=Figures(**dict(zip(_NAMES, _FIGURES.unpack_from(record, _FIELDS.size), strict=True))),
     )  # fmt: skip

@@ -35,11 +35,12 @@ from elastic_runner.errors import ElasticRunnerError, ExitCode
 from elastic_runner.launch import kernel
 from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, tail
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
+from elastic_runner.launch.health import WATCHING, Health
 from elastic_runner.launch.memory import NodeMemory
 from elastic_runner.launch.notice import Notices
 from elastic_runner.launch.processes import Workers, forget_shared_memory
 from elastic_runner.launch.rendezvous.handler import ElasticRendezvous
-from elastic_runner.launch.restart import Policy, first_objection
+from elastic_runner.launch.restart import Policy, cause_of, first_objection
 from elastic_runner.launch.watchdog import Hang, Watchdog
 from elastic_runner.storage import open_storage
 from elastic_runner.verdict import RunPlace, Verdict
@@ -54,6 +55,10 @@ _POLLING = 1.0
 """Seconds between questions to a rendezvous of torch's, which does not tell by itself that a node waits."""
 _HURRY = 20.0
 """Seconds that draining workers are left after a second notice; Kubernetes and SLURM give 30 by default."""
+_TURN = 30.0
+"""Seconds for a turn of the loop, which comes twice a second, before the agent does not count as live any more."""
+_ENDING = 600.0
+"""The same for the end of an attempt: stacks are gathered, processes die, storages are slow to answer."""
 
 
 class Noticed(SignalException):
@@ -78,8 +83,12 @@ class Plan:
     """Whether to start workers again."""
     sweep: Callable[[], None]
     """Ends what workers have started and left behind."""
+    reap: Callable[[], None]
+    """Takes in what has ended and nobody else waits for."""
     notices: Notices
     """Whether to stop, besides by a signal."""
+    health: Health
+    """What it says of itself to those that ask."""
 
 
 @dataclass
@@ -139,6 +148,7 @@ class Agent(LocalElasticAgent):
                 attempt = self._start()
                 over = self._wait(attempt)
                 if over.cause == "finished":
+                    self._plan.health.doing("waiting for the other nodes to finish", within=None)
                     self._exit_barrier()
                     done = {worker.global_rank: None for worker in self._worker_group.workers}
                     return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
@@ -156,16 +166,19 @@ class Agent(LocalElasticAgent):
     def _start(self) -> _Attempt:
         """Rendezvous, then workers."""
         verdict.clear(str(self._plan.directory))
+        self._plan.health.doing("waiting for a place in a world", within=None)
         group = self._worker_group
         try:
             self._initialize_workers(group)
-        except RendezvousTimeoutError:
-            if self._interrupted is None:
+        except RendezvousTimeoutError as error:
+            if self._interrupted is None and self._attempts == 0:
                 raise
-            raise self._no_more(self._interrupted) from None  # those who were asked to stop have not come back
+            # Those who were asked to stop, or were lost, have not come back.
+            raise self._no_more(self._interrupted or _too_few(error)) from None
         assert self._pcontext is not None
         workers = Workers({rank: each.proc for rank, each in self._pcontext.subprocess_handlers.items()})  # type: ignore[attr-defined]
         self._watchdog.begin(workers.pids)
+        self._plan.health.begin(self._attempts, group.workers[0].world_size, self._watchdog.beats)
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         return _Attempt(workers=workers, ranks=ranks, number=self._attempts)
 
@@ -180,9 +193,11 @@ class Agent(LocalElasticAgent):
         """Until the attempt is over, one way or another."""
         workers, asked = attempt.workers, time.monotonic()
         while True:
+            self._plan.health.doing(WATCHING, within=_TURN)
             workers.wait([self._told], min(self._watchdog.wait_s(time.monotonic()), _POLLING))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._told)
+            self._plan.reap()
             if any(code != ExitCode.FINISHED for code in workers.codes.values()):
                 return self._failed(attempt)
             if not workers.pids:
@@ -205,6 +220,7 @@ class Agent(LocalElasticAgent):
     def _failed(self, attempt: _Attempt) -> Over:
         """A worker has ended badly. Whoever only lost a peer may have been sooner than the peer that failed."""
         workers, directory = attempt.workers, str(self._plan.directory)
+        self._plan.health.doing("waiting for the workers to end", within=self._shutdown_timeout + _TURN)
         given = verdict.read(directory)
         interrupted = given is not None and given.code == ExitCode.INTERRUPTED
         # All have saved then, and are on their way out.
@@ -220,6 +236,7 @@ class Agent(LocalElasticAgent):
 
     def _end(self, attempt: _Attempt, over: Over) -> None:
         """Kill what is left, say and record what has happened. Raises EndOfJob."""
+        self._plan.health.doing("ending the attempt", within=_ENDING)
         place = verdict.read_place(str(self._plan.directory))
         bundle = None if over.hang is None else self._gather(attempt, over.hang)
         seen = Seen(
@@ -251,6 +268,8 @@ class Agent(LocalElasticAgent):
             objection = first_objection(self._known_ends(place, end), self._plan.policies)
             if objection is not None:
                 raise self._no_more(objection)
+        failed = cause_of(end) if end is not None else None
+        self._plan.health.end(failed or ("membership" if over.cause == "membership" else "preemption"))
 
     def _show_last_words(self, attempt: _Attempt, end: history.End | None) -> None:
         """The end of what the rank that failed first has said, where that went to a file."""
@@ -318,6 +337,7 @@ class Agent(LocalElasticAgent):
     def _drain(self, attempt: _Attempt, number: signal.Signals) -> None:
         """Have the workers stop and save, within the grace; a second notice shortens it, the same again ends it."""
         end = time.monotonic() + self._shutdown_timeout
+        self._plan.health.doing("asked to stop: the workers save", within=self._shutdown_timeout + _ENDING)
         attempt.workers.signal(number)
         while attempt.workers.pids and (left := end - time.monotonic()) > 0:
             try:
@@ -327,6 +347,10 @@ class Agent(LocalElasticAgent):
                 log.warning("%s: %.0f s are left to save", again.sigval.name, end - time.monotonic())
                 attempt.workers.signal(again.sigval)
         attempt.workers.kill(_KILLING)
+
+
+def _too_few(error: RendezvousTimeoutError) -> Verdict:
+    return Verdict(code=ExitCode.INTERRUPTED, message=f"too few nodes are left: {error}", final=True)
 
 
 def _unhealthy(stuck: list[int]) -> Verdict:

@@ -23,7 +23,7 @@ import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from elastic_runner.launch.fork_server import MODULES
-from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, signal_all
+from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, reap, signal_all
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,11 @@ class ForkServer:
     def sweep(self) -> None:
         """Kill what workers that have ended have left behind."""
         signal_all(descendants(self._server.pid), signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Take in what has ended here and came from elsewhere, as the first process of a container has to."""
+        if os.getpid() == 1:
+            reap({self._server.pid, *self._others})
 
     def close(self) -> None:
         """End the server, and with it every worker that is still there."""

@@ -26,7 +26,10 @@ from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
+from elastic_runner.launch.early import Stopped
 from elastic_runner.launch.forking import ForkServer, workers_by
+from elastic_runner.launch.health import Health
+from elastic_runner.launch.health_server import HealthServer
 from elastic_runner.launch.notice import Notices
 from elastic_runner.launch.options import budgets, by_itself, check_port, parse
 from elastic_runner.launch.processes import forget_shared_memory
@@ -38,6 +41,8 @@ from elastic_runner.verdict import RunPlace, Verdict
 
 log = logging.getLogger(__name__)
 
+HEALTH = "health"
+"""File in the agent's directory with the URL of its health."""
 _PREFIX, _NEW = "elastic-runner-agent-", "elastic-runner-new-"
 
 
@@ -51,12 +56,20 @@ def launch(arguments: Sequence[str]) -> int:
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
-    with _agent_directory() as directory:
+    health = Health()
+    with _agent_directory() as directory, _answering(health, options.health, directory):
         by_itself(options, directory)
         check_port(options)
         server = ForkServer(options.preload, fork=options.start_by == "fork")
         notices = Notices(file=options.notice_file, url=options.notice_url)
-        plan = Plan(directory=directory, policies=policies, sweep=server.sweep, notices=notices)
+        plan = Plan(
+            directory=directory,
+            policies=policies,
+            sweep=server.sweep,
+            reap=server.reap,
+            notices=notices,
+            health=health,
+        )
         with agents_by(plan), workers_by(server):
             given = _run(options, str(directory))
         notices.close()
@@ -78,6 +91,9 @@ def _run(options: object, directory: str) -> Verdict:
             return said
         message = f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands"
         return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
+    except Stopped as error:
+        message = f"{error.signal.name}: stopped before there were workers"
+        return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
     except JobEnded as error:
         elsewhere = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
         return verdict.decode(error.reason) or elsewhere
@@ -86,6 +102,21 @@ def _run(options: object, directory: str) -> Verdict:
     except ValueError as error:
         raise ConfigError(f"torchrun: {error}") from error
     return Verdict(code=ExitCode.FINISHED, message="", final=True)
+
+
+@contextmanager
+def _answering(health: Health, address: tuple[str, int] | None, directory: Path) -> Iterator[None]:
+    """Serve ``health`` there; where that is stands in the agent's directory, too."""
+    if address is None:
+        yield
+        return
+    server = HealthServer(health, *address)
+    (directory / HEALTH).write_text(server.url)
+    print(f"elastic-runner: health at {server.url}/live, /ready and /metrics", flush=True)
+    try:
+        yield
+    finally:
+        server.close()
 
 
 @contextmanager

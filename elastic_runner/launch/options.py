@@ -24,9 +24,11 @@ DRAIN_SECONDS = 600
 
 ONE_NODE = ("1", "1:1")
 
+_LOOPBACK = "127.0.0.1"
+
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's options with ours: ``start_by``, ``preload``, ``budget``, ``notice_file``, ``notice_url``."""
+    """torchrun's options, and those of ours that its group below names."""
     parser = torchrun.get_args_parser()
     parser.prog = "elastic-runner launch"
     ours = parser.add_argument_group("elastic-runner")
@@ -47,10 +49,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--notice-file", type=Path, metavar="FILE", help="Stop and save, as by SIGUSR1, when this file appears."
     )
     ours.add_argument("--notice-url", metavar="URL", help="The same when this URL, asked every 5 s, answers with 200.")
+    ours.add_argument(
+        "--health", type=address, metavar="[HOST:]PORT",
+        help="Answer GET /live, /ready and /metrics (Prometheus) there; without HOST on this machine alone. Port 0: "
+        "one that the system chooses.",
+    )  # fmt: skip
     known = vars(parser.parse_args(["script"]))
     defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
     return parser.parse_args(list(arguments))
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of ``[HOST:]PORT``; an IPv6 address is in brackets. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or int(port) > 0xFFFF:
+        raise ValueError
+    return host.removeprefix("[").removesuffix("]") or _LOOPBACK, int(port)
 
 
 def budgets(options: argparse.Namespace) -> Budgets:
@@ -86,4 +101,4 @@ def by_itself(options: argparse.Namespace, directory: Path) -> None:
     if options.standalone or (default and str(options.node_rank) == "0"):
         options.standalone = False
         options.rdzv_backend, options.rdzv_endpoint = "elastic", str(directory / "rendezvous")
-        options.rdzv_id, options.local_addr = uuid.uuid4().hex, "127.0.0.1"
+        options.rdzv_id, options.local_addr = uuid.uuid4().hex, _LOOPBACK

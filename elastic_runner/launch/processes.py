@@ -135,6 +135,13 @@ def forget_shared_memory(pids: Iterable[int]) -> None:
                 path.unlink()
 
 
+def reap(spared: Iterable[int]) -> None:
+    """Take in children of this process that have ended, but for some, which others here wait for."""
+    for pid in set(children(os.getpid())).difference(spared):
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
 def end_descendants(seconds: float, spared: Iterable[int] = ()) -> None:
     """Kill all that came of this process, but for some children, and reap them; for so long at most."""
     end = time.monotonic() + seconds

@@ -235,10 +235,13 @@ class Watchdog:
         sights, now = self._seen
         return [_line(sight, lambda since: awake(since, now, self._gaps)) for sight in sights]
 
+    def beats(self) -> dict[int, Beat | None]:
+        """What each worker does now, by local rank; None: it has not said so. From any thread."""
+        return {rank: heartbeat.read(self._pages[rank], Lane.TRAINING) for rank in self._pids}
+
     def steps(self) -> dict[int, int]:
         """The last finished step of each worker that has said so, by local rank; -1 before any."""
-        beats = {rank: heartbeat.read(self._pages[rank], Lane.TRAINING) for rank in self._pids}
-        return {rank: beat.step for rank, beat in beats.items() if beat is not None}
+        return {rank: beat.step for rank, beat in self.beats().items() if beat is not None}
 
     def close(self) -> None:
         """Let go of the pages."""

@@ -24,13 +24,26 @@ def begin_attempt(storage: Storage, facts: dict[str, Any]) -> int:
     """Take the next number, with ``facts`` (hosts, pids) on record."""
     number = max(attempts(storage), default=0) + 1
     while True:
-        record = {"attempt": number, "started": time.time(), **facts}
         try:
-            storage.create(paths.attempt_record(number), json.dumps(record, indent=1).encode())
+            _create(storage, number, facts)
         except AlreadyExists:
             number += 1
         else:
             return number
+
+
+def begin_next(storage: Storage, attempt: int, facts: dict[str, Any]) -> int:
+    """Take the number after ``attempt``. Raises Fenced when somebody else has."""
+    try:
+        _create(storage, attempt + 1, facts)
+    except AlreadyExists:
+        raise Fenced(f"attempt {attempt + 1} has taken over this run") from None
+    return attempt + 1
+
+
+def _create(storage: Storage, number: int, facts: dict[str, Any]) -> None:
+    record = {"attempt": number, "started": time.time(), **facts}
+    storage.create(paths.attempt_record(number), json.dumps(record, indent=1).encode())
 
 
 def begin_together(storage: Storage, coordinator: Coordinator) -> tuple[int, int, End | None]:

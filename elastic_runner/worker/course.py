@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from elastic_runner import paths
 from elastic_runner.data.source import Span
+from elastic_runner.errors import ReplicasDiffer
+from elastic_runner.heartbeat import Figures
 from elastic_runner.history import End
 from elastic_runner.train.state import TrainState
+from elastic_runner.train.step import Step
 from elastic_runner.verdict import RunPlace
 
 
@@ -27,6 +32,8 @@ class Course:
     """Whether it went on from a snapshot in memory; ``restored`` is then the checkpoint behind that."""
     saved_step: int | None = None
     """Step of the newest checkpoint that it committed."""
+    figures: Figures = field(default_factory=Figures)
+    """Counts and durations, for the launcher's metrics."""
 
     @property
     def done(self) -> int | None:
@@ -54,6 +61,39 @@ class Course:
         unchanged = self.state is None or self.state.step == self.state.begun_at
         return self.saved_step == self.step or (unchanged and not self.in_memory_only)
 
+    def follow(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Hand the steps on, and know of each what it trains on."""
+        for step in steps:
+            self.span = step.span
+            yield step
+            self.figures.steps += 1
+            self.figures.samples += step.span.last - step.span.first
+
+    def took(self, phase: str, seconds: float) -> None:
+        """The program has left a phase."""
+        if phase == "save":
+            self.figures.save_stall += seconds
+        elif phase == "step" and self.span is not None and seconds > 0:
+            self.figures.step_seconds += seconds
+            self.figures.last_rate = (self.span.last - self.span.first) / seconds
+
+    def wrote(self, seconds: float) -> None:
+        """A save has ended beside training."""
+        self.figures.save_seconds = seconds
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is durable."""
+        self.saved_step = step
+        self.figures.saves += 1
+        self.figures.saved_at = time.monotonic()
+
+    def not_saved(self, *, skipped: bool) -> None:
+        """A save was skipped or has failed."""
+        if skipped:
+            self.figures.saves_skipped += 1
+        else:
+            self.figures.saves_failed += 1
+
     def position(self) -> tuple[int, int]:
         """Attempt and last finished step, as a heartbeat has them: -1 before the loop began."""
         return self.attempt, -1 if self.done is None else self.done
@@ -64,16 +104,19 @@ class Course:
 
     def end(self, *, kind: str, rank: int, message: str) -> End:
         """Of the attempt, if it fails now. ``kind``: type of the error; ``rank``: whose it is."""
+        agreed = self.state.agreed_at if self.state else None
+        doubtful = kind == ReplicasDiffer.__name__ and (self.saved_step or 0) > (agreed or 0)
         return End(
             attempt=self.attempt,
             kind=kind,
             step=None if self.done is None else self.done + 1,
             restored=self.restored,
-            saved=self.saved_path,
+            saved=None if doubtful else self.saved_path,
             rank=rank,
             message=message,
             samples=self._samples(),
             in_memory=self.in_memory,
+            agreed=agreed,
         )
 
     def _samples(self) -> str:

@@ -57,7 +57,8 @@ class _Clock(NamedTuple):
 class PhaseWatch:
     """Watches the innermost phase. ``limits``: seconds by phase name; ``where`` describes this process in messages.
 
-    ``learned``: what is known of the durations of phases that repeat. ``heart``: where the agent looks.
+    ``learned``: what is known of the durations of phases that repeat. ``heart``: where the agent looks. ``took``: told
+    the seconds of each phase that is left, without those of phases inside it.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class PhaseWatch:
         *,
         learned: Mapping[str, Learned] | None = None,
         heart: Heart | None = None,
+        took: Callable[[str, float], None] = lambda name, seconds: None,
     ) -> None:
         self._limits = limits
         self._where = where
         self._expired = expired
         self._learned = learned or {}
         self._heart = heart
+        self._took = took
         self._margin = AFTER_AGENT if heart is not None else 0.0
         self._stack: list[_Clock] = []
         self._failed: str | None = None
@@ -110,6 +113,7 @@ class PhaseWatch:
                 took = left - self._stack.pop().since
                 if learned is not None:
                     learned.took(took)
+                self._took(name, took)
                 if self._stack:
                     outer = self._stack[-1]
                     self._stack[-1] = outer._replace(since=outer.since + left - entered)

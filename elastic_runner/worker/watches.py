@@ -8,6 +8,7 @@ from collections.abc import Callable
 from elastic_runner.config import TimeoutConfig
 from elastic_runner.environment import Environment
 from elastic_runner.heartbeat import Heart, Lane, open_page
+from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import PhaseWatch
 from elastic_runner.worker.limits import deadlines, learners
 
@@ -20,11 +21,11 @@ def watches(
     *,
     training: Callable[[], str],
     saving: Callable[[], str],
-    position: Callable[[], tuple[int, int]],
+    course: Course,
 ) -> tuple[PhaseWatch, PhaseWatch]:
     """The watch of the program and the one of the save.
 
-    ``training``, ``saving``: describe this process in messages. ``position``: attempt and last finished step.
+    ``training``, ``saving``: describe this process in messages. ``course``: what heartbeats tell, and durations go to.
     """
     limits = deadlines(timeouts)
 
@@ -36,9 +37,9 @@ def watches(
         except (OSError, ValueError) as error:
             log.warning("no heartbeat, deadlines are judged in this process: %s", error)
             return None
-        return Heart(page, lane, rank=environment.rank, position=position)
+        return Heart(page, lane, rank=environment.rank, position=course.position, figures=course.figures)
 
     return (
-        PhaseWatch(limits, training, learned=learners(timeouts), heart=heart(Lane.TRAINING)),
-        PhaseWatch(limits, saving, heart=heart(Lane.SAVING)),
+        PhaseWatch(limits, training, learned=learners(timeouts), heart=heart(Lane.TRAINING), took=course.took),
+        PhaseWatch(limits, saving, heart=heart(Lane.SAVING), took=lambda _, seconds: course.wrote(seconds)),
     )

@@ -19,7 +19,7 @@ from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.checkpoint.snapshot_plan import Memory, run_identity
 from elastic_runner.checkpoint.snapshots import Snapshots
-from elastic_runner.checkpoint.trust import blamed, last_of_the_same
+from elastic_runner.checkpoint.trust import blamed, memory_distrusted
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
@@ -88,7 +88,7 @@ class Worker:
         self._coordinators: tuple[Coordinator, ...] = ()
         self._watch, self._save_watch = watches(
             config.timeouts, self._environment,
-            training=self._where, saving=lambda: self._where("save, beside training"), position=self._course.position,
+            training=self._where, saving=lambda: self._where("save, beside training"), course=self._course,
         )  # fmt: skip
         self.background = Background(lambda: self._save_watch.phase("save"))
 
@@ -179,9 +179,7 @@ class Worker:
     def steps(self, state: TrainState) -> Iterator[Step]:
         """Optimizer steps from where ``state`` stands to ``training.max_steps``, or until the ranks agree to stop."""
         self._course.state = state
-        for step in run_steps(state, self):
-            self._course.span = step.span
-            yield step
+        yield from self._course.follow(run_steps(state, self))
 
     def evaluate(
         self,
@@ -261,8 +259,8 @@ class Worker:
         self.record.recover(lines, step)
 
     def distrusted(self) -> int:
-        """The attempt up to which memory is distrusted: the last ``checkpoint.demote_after`` failed the same way."""
-        return last_of_the_same(history.read_ends(self.storage), self.config.checkpoint.demote_after)
+        """The attempt up to which memory is distrusted: see ``memory_distrusted``."""
+        return memory_distrusted(history.read_ends(self.storage), self.config.checkpoint.demote_after)
 
     @property
     def target(self) -> int:
@@ -280,7 +278,7 @@ class Worker:
 
     def saved(self, step: int) -> None:
         """Know of a durable checkpoint."""
-        self._course.saved_step = step
+        self._course.saved(step)
         self.record.lines.saved(step)
         self._tell_place()
 
@@ -291,6 +289,7 @@ class Worker:
                 logging.WARNING if skipped else logging.ERROR, "step %d: no save, training goes on: %s", step, reason
             )
         self.record.not_saved(skipped=skipped)
+        self._course.not_saved(skipped=skipped)
 
     def _begin(self) -> None:
         target = self.config.training.max_steps

@@ -13,7 +13,7 @@ from elastic_runner.worker.course import Course
 
 
 def course(step: int, begun_at: int = 0, **known: Any) -> Course:
-    state: Any = SimpleNamespace(step=step, begun_at=begun_at)
+    state: Any = SimpleNamespace(step=step, begun_at=begun_at, agreed_at=None)
     return Course(attempt=3, state=state, **known)
 
 
@@ -59,3 +59,13 @@ def test_what_began_in_memory_is_elsewhere_once_it_is_saved() -> None:
     assert course(5, in_memory=True).in_memory_only
     assert not course(5, in_memory=True, saved_step=5).in_memory_only
     assert not course(5).in_memory_only
+
+
+@pytest.mark.parametrize(("saved_step", "counts"), [(4, True), (6, False)])
+def test_a_checkpoint_after_the_last_agreement_of_replicas_is_no_progress(saved_step: int, counts: bool) -> None:
+    hit = course(8, saved_step=saved_step)
+    assert hit.state is not None
+    hit.state.agreed_at = 5
+    end = hit.end(kind="ReplicasDiffer", rank=0, message="")
+    assert (end.agreed, end.saved) == (5, paths.manifest(saved_step, 3) if counts else None)
+    assert hit.end(kind="ValueError", rank=0, message="").saved == paths.manifest(saved_step, 3)

@@ -17,6 +17,7 @@ from elastic_runner.config import TimeoutConfig
 from elastic_runner.environment import Environment
 from elastic_runner.heartbeat import SIZE, Heart, Lane, read
 from elastic_runner.worker import deadline
+from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import PhaseWatch
 from elastic_runner.worker.limits import ENOUGH, Learned
 from elastic_runner.worker.watches import watches
@@ -244,8 +245,8 @@ def test_both_lanes_are_written_where_an_agent_gave_memory() -> None:
     handle = os.memfd_create("test")
     os.ftruncate(handle, SIZE)
     place = Environment(rank=5, local_rank=1, heartbeats=("/absent", f"/proc/self/fd/{handle}"))
-    said = {"training": lambda: "", "saving": lambda: "", "position": lambda: (1, 7)}
-    training, saving = watches(TimeoutConfig(), place, **said)  # type: ignore[arg-type]
+    course = Course(attempt=1, state=SimpleNamespace(step=7))  # type: ignore[arg-type]
+    training, saving = watches(TimeoutConfig(), place, training=str, saving=str, course=course)
     with training.phase("step"), saving.phase("save"):
         page = os.pread(handle, SIZE, 0)
     beats = [read(bytearray(page), lane) for lane in Lane]
@@ -260,8 +261,8 @@ def test_both_lanes_are_written_where_an_agent_gave_memory() -> None:
 
 @pytest.mark.parametrize("heartbeats", [(), ("/absent",)])
 def test_without_memory_the_process_judges_itself(heartbeats: tuple[str, ...]) -> None:
-    said = {"training": lambda: "", "saving": lambda: "", "position": lambda: (1, 7)}
-    training, saving = watches(TimeoutConfig(), Environment(heartbeats=heartbeats), **said)  # type: ignore[arg-type]
+    environment = Environment(heartbeats=heartbeats)
+    training, saving = watches(TimeoutConfig(), environment, training=str, saving=str, course=Course())
     assert training._margin == saving._margin == 0
     with training.phase("step"):
         training.progress()
@@ -270,6 +271,7 @@ def test_without_memory_the_process_judges_itself(heartbeats: tuple[str, ...]) -
 
 LEAVE = """
 import sys, threading
+from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import PhaseWatch
 def stuck():
     threading.Event().wait()

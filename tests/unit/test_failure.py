@@ -26,7 +26,7 @@ class Job:
     """Rank 0 of ``world`` fails after step 6."""
 
     def __init__(self, root: Path, world: int = 2) -> None:
-        self.scratch, state = root / "scratch", SimpleNamespace(step=6, begun_at=0)
+        self.scratch, state = root / "scratch", SimpleNamespace(step=6, begun_at=0, agreed_at=None)
         self.scratch.mkdir()
         self.storage = LocalStorage(root / "run")
         self.record = MainRecord(self.storage, attempt=1, target_step=9, restarts=0)

@@ -56,3 +56,13 @@ def test_a_busy_port_is_told_before_workers_start() -> None:
         with pytest.raises(ConfigError, match=f"--master-port {port} of here: Address already in use; choose another"):
             check_port(busy)
         check_port(parse(["--nnodes=2", "--node-rank=1", f"--master-port={port}", "s.py"]))
+
+
+def test_where_health_is_asked_for() -> None:
+    assert parse(["s.py"]).health is None
+    assert parse(["--health=8080", "s.py"]).health == ("127.0.0.1", 8080), "on this machine alone"
+    assert parse(["--health", "0.0.0.0:0", "s.py"]).health == ("0.0.0.0", 0)
+    assert parse(["--health=[::1]:80", "s.py"]).health == ("::1", 80)
+    for wrong in ("", "host", "host:", "host:x", "70000"):
+        with pytest.raises(SystemExit, match="2"):
+            parse([f"--health={wrong}", "s.py"])
