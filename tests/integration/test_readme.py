@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,32 @@ def test_the_script_trains_to_its_end(script: str, workers: int | None, tmp_path
     assert summary is not None and (summary.status, summary.step) == ("finished", 30)
 
 
+def free_port() -> int:
+    """One that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["--standalone", "--master-addr", "--rdzv-backend=c10d", "--rdzv-backend=elastic"])
+def test_the_lines_of_torchrun_train(way: str, script: str, tmp_path: Path) -> None:
+    """With one node of one worker."""
+    lines = re.findall(r"^\$ (torchrun .*) SCRIPT …$", README, flags=re.MULTILINE)
+    (line,) = [line for line in lines if way in line]
+    here = [("nnodes", "1"), ("nproc-per-node", "1"), ("node-rank", "0"), ("master-addr", "127.0.0.1")]
+    here += [("master-port", str(free_port()))]
+    here += [("rdzv-endpoint", f"127.0.0.1:{free_port()}" if "c10d" in way else str(tmp_path / "rendezvous"))]
+    for flag, value in here:
+        line = re.sub(rf"--{flag}=\S+", f"--{flag}={value}", line)
+    command = [sys.executable, "-m", "torch.distributed.run", *line.split()[1:], script]
+    command += ["--run-dir", str(tmp_path / "run"), "--training.max-steps", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    summary = read_summary(LocalStorage(tmp_path / "run"))
+    assert summary is not None and (summary.status, summary.step) == ("finished", 3)
+
+
 def test_the_script_is_as_short_as_promised() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert sum(bool(line.strip()) for line in block.splitlines()) <= 25
@@ -50,5 +77,5 @@ def test_every_dependency_has_its_reason() -> None:
     dependencies = re.search(r"\ndependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), flags=re.DOTALL)
     assert dependencies is not None
     table = README.partition("## What it depends on")[2]
-    for name in re.findall(r'"([a-z0-9]+)[>=;]', dependencies.group(1)):
+    for name in re.findall(r'"([a-z0-9_-]+)[>=;]', dependencies.group(1)):
         assert re.search(rf"^\| .*\b{name}\b", table, flags=re.MULTILINE), name

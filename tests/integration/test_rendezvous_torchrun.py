@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from elastic_runner.errors import ExitCode
 from tests.support.agents import LAUNCH, Job
 
 
@@ -28,10 +30,15 @@ def test_workers_nodes_and_the_host_are_lost_and_a_node_comes(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_of_two_nodes_the_host_is_lost_and_one_comes(tmp_path: Path) -> None:
+def test_two_nodes_are_suspended_together_the_host_is_lost_and_one_comes(tmp_path: Path) -> None:
     with Job(tmp_path, "1:2", LAUNCH) as job:
         job.start(2)
         attempt = job.wait_for_world(2)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for agent in job.agents:
+                job.signal(agent, number)
+            time.sleep(5)  # longer than a lease
+        assert job.wait_for_world(2) == attempt, job.logs()
         job.kill(job.host())
         attempt = job.wait_for_world(1, after=attempt)
         job.start()
@@ -66,6 +73,16 @@ def test_an_agent_that_is_told_to_end_leaves_the_others_at_work(tmp_path: Path) 
         job.agents.remove(host)
         job.wait_for_world(1, after=attempt)
         job.finish()
+
+
+@pytest.mark.slow
+def test_when_too_few_nodes_are_left_the_others_wait_and_ask_to_be_started_again(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", (*LAUNCH, "--rdzv-conf=join_timeout=10")) as job:
+        job.start(2)
+        job.wait_for_world(2)
+        job.kill(job.others()[0])
+        assert job.host().wait(timeout=60) == ExitCode.INTERRUPTED, job.logs()
+        assert "too few nodes are left" in job.logs()
 
 
 def assert_quiet(job: Job) -> None:

@@ -163,7 +163,11 @@ class Host:
     def _serve_once(self) -> None:
         due = membership.next_deadline(self._state, self._rules)
         arrived: list[tuple[_Peer, Message | str]] = []
-        for key, events in self._selector.select(None if due is None else max(due - time.monotonic(), 0.001)):
+        began = time.monotonic()
+        wait = None if due is None else max(due - began, 0.001)
+        ready = self._selector.select(wait)
+        held_up = wait is not None and time.monotonic() - began > wait + self._rules.lease / 3
+        for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
@@ -172,8 +176,9 @@ class Host:
                 self._flush(key.data)
             else:
                 arrived += [(key.data, each) for each in self._read(key.data)]
-        # What had arrived counts before anybody is called silent: this process may have been held up itself.
-        heard = frozenset(peer.node for peer, _ in arrived if peer.node is not None)
+        # What had arrived counts before anybody is called silent: this process may have been held up itself. If it was
+        # for long, perhaps all were, as those of a suspended job are: they get time to give a sign.
+        heard = frozenset(self._state.seen if held_up else (peer.node for peer, _ in arrived if peer.node is not None))
         self._apply(Alive(nodes=heard) if heard else Tick())
         for peer, message in arrived:
             if peer.socket.fileno() < 0:

@@ -250,7 +250,9 @@ class Member:
             if arrivals.poll(max(due - now, 0) * 1000):
                 self._receive()
                 heard = time.monotonic()
-            # Judged only when nothing has arrived: this process may have been frozen itself.
+            # Judged only when nothing has arrived: this process may have been frozen itself, and its host with it.
+            elif time.monotonic() - due > self._settings.lease / 3:
+                heard = time.monotonic()
             elif time.monotonic() - heard >= self._settings.lease:
                 self._lose(f"its host has not answered for {self._settings.lease:g} s")
 
