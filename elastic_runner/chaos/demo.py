@@ -15,7 +15,8 @@ from rich.table import Table
 from elastic_runner import paths
 from elastic_runner.chaos.driver import Killed, ObservedRun, launch_command
 from elastic_runner.config import STRICT, Positive
-from elastic_runner.data.ledger import Record, Tally, effective, read_records, tally
+from elastic_runner.data.audit import Audit, audit
+from elastic_runner.data.ledger import Record, read_records
 from elastic_runner.errors import ExitCode
 from elastic_runner.observability.summary import RunSummary
 from elastic_runner.storage import LocalStorage
@@ -37,7 +38,7 @@ class DemoConfig:
 
 
 def run_demo(config: DemoConfig) -> int:
-    """Run and report; exit code 0 only when the run finished after a restart, each sample used once."""
+    """Run and report; exit code 0 only when the run finished after a restart and its audit proves it."""
     console = Console()
     run_dir = Path(config.run_dir or time.strftime("runs/quickstart-%Y%m%d-%H%M%S")).absolute()
     kill_at = config.kill_at or config.steps // 2 + 12
@@ -57,11 +58,9 @@ def run_demo(config: DemoConfig) -> int:
         console.print("\n".join(run.log.read_text(errors="replace").splitlines()[-15:]), markup=False)
         return ExitCode.FAILED
     records = list(read_records(storage))
-    counts = tally(effective(records)[0])
-    _report(console, summary, counts, records, killed, resumed, storage)
-    proven = summary.step == config.steps and summary.restarts >= 1 and not (
-        counts.repeated or counts.skipped or counts.gaps
-    )  # fmt: skip
+    found = audit(lambda: records)
+    _report(console, summary, found, records, killed, resumed, storage)
+    proven = summary.step == config.steps and summary.restarts >= 1 and found.verdict == "proven"
     return ExitCode.FINISHED if proven else ExitCode.FAILED
 
 
@@ -92,7 +91,7 @@ def _watch(run: ObservedRun, config: DemoConfig, kill_at: int, console: Console)
 def _report(
     console: Console,
     summary: RunSummary,
-    counts: Tally,
+    found: Audit,
     records: Iterable[Record],
     killed: Killed | None,
     resumed: float | None,
@@ -105,11 +104,9 @@ def _report(
         "steps": f"{summary.step} of {summary.target_step}",
         "restarts": summary.restarts,
         "lost steps (done again)": summary.lost_steps,
-        "samples used": counts.samples,
-        "samples seen twice": counts.repeated,
-        "samples never seen": counts.skipped,
-        "steps missing or doubled": counts.gaps,
     }
+    for each in found.findings:
+        rows[each.claim] = f"{each.verdict}: {each.seen}"
     if killed is not None and resumed is not None:
         rows["kill to next step"] = f"{resumed - killed.at:.1f} s"
     if bits:
