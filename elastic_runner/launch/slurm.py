@@ -22,6 +22,8 @@ _SUBMITTING = 120.0
 """Seconds for sbatch; a busy controller takes its time."""
 _EARLY = 60
 """Seconds by which SLURM may send the notice earlier than asked, as its manual says."""
+_FLUSHING = 60
+"""Seconds of the notice, a quarter of it at most, that are left to save what is in memory if a drain takes too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ trap 'noticed=yes; kill -USR1 "$agents"' USR1 TERM
 
 # One agent a node. They meet in the run directory.
 srun --ntasks-per-node=1 @no_kill--kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
-  elastic-runner launch --nnodes=@nnodes --nproc-per-node=@nproc \\
+  elastic-runner launch --nnodes=@nnodes --nproc-per-node=@nproc --shutdown-timeout=@grace \\
   --rdzv-backend=elastic --rdzv-endpoint="$run/rendezvous" --rdzv-id="$job" \\
   @command --run-dir "$run" &
 agents=$!
@@ -122,6 +124,7 @@ def render(job: SlurmJob, command: Sequence[str], *, made_by: str) -> str:
         no_kill="" if least == most else "--no-kill ",
         nnodes=least if least == most else f"{least}:$SLURM_NNODES",
         nproc=shlex.quote(job.nproc_per_node),
+        grace=job.notice - min(_FLUSHING, job.notice // 4),
         command=" ".join(map(quote, command)),
     )
 
