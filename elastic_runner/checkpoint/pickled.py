@@ -34,6 +34,8 @@ ALLOWED = {
     # Where stock DCP wrote it; the second is its name in Python 3.13.
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
+    # By which Python 3.11.0 to 3.11.3 (Debian 12) wrote the member of an enumeration, here a memory format.
+    "builtins.getattr",
     "torch.Size",
     *_DTYPES,
 }

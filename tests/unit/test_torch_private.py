@@ -6,6 +6,7 @@ When one of these fails after an upgrade of torch, look at the place that is nam
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import io
@@ -82,6 +83,21 @@ def test_metadata_of_stock_dcp_are_read_as_torch_reads_them(tmp_path: Path) -> N
     assert ours.storage_data == torchs.storage_data
     assert [index.index for index in ours.storage_data] == [index.index for index in torchs.storage_data]
     assert [type(info) for info in ours.storage_data.values()] == [_StorageInfo] * len(ours.storage_data)
+
+
+class OfPython3112(pickle.Pickler):
+    """Writes the members of enumerations as Debian 12's Python does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_written_by_another_python_are_read(tmp_path: Path) -> None:
+    metadata = make_metadata(files_of(0, pieces_of({"t": torch.zeros(2, 3)})), {})
+    stream = io.BytesIO()
+    OfPython3112(stream).dump(metadata)
+    assert ("builtins", "getattr") in globals_of(stream.getvalue())
+    assert parse_metadata(stream.getvalue(), "x").state_dict_metadata == metadata.state_dict_metadata
 
 
 def test_what_is_allowed_exists() -> None:
