@@ -75,7 +75,7 @@ metadata:
     prometheus.io/scrape: "true"
     prometheus.io/port: "@port"
     prometheus.io/path: /metrics
-spec:@restart
+spec:@subdomain@restart
   # On TERM all ranks stop at one step and save; a preStop hook would only come before that.
   terminationGracePeriodSeconds: @grace
   securityContext:
@@ -312,6 +312,7 @@ def _pod(job: KubernetesJob, command: str) -> str:
         container="pytorch" if job.kind == "pytorchjob" else "node",
         port=PORT,
         grace=GRACE,
+        subdomain=f"\n  subdomain: {job.name} # that of the Service" if job.kind == "job" else "",
         restart="" if job.kind == "pytorchjob" else "\n  restartPolicy: Never",
         command=indent(command, " " * 6).rstrip("\n"),
         secret=f"\n      envFrom:\n        - secretRef:\n            name: {job.secret}" if job.secret else "",

@@ -77,6 +77,7 @@ def test_each_file_is_what_its_first_line_renders(kind: str, capsys: pytest.Capt
 def test_core_kinds_are_valid_to_the_letter(changes: dict[str, Any]) -> None:
     found = rendered(**changes)
     assert list(found) == ["Service", "Job"]
+    assert pod(found)["spec"]["subdomain"] == found["Service"]["metadata"]["name"], "else its pods have no names"
     for document in found.values():
         valid(document)
     for kind in ("jobset", "trainjob"):
