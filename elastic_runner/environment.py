@@ -75,6 +75,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def snapshot_files(variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The node's memory for snapshots, whoever of its workers writes them."""
+    env = os.environ if variables is None else variables
+    return tuple(filter(None, env.get(SNAPSHOTS, "").split(os.pathsep)))
+
+
 def flight_recorder(variables: Mapping[str, str] | None = None) -> str | None:
     """Where torch's flight recorder is told to dump: the beginning of the files' names; None when it is not."""
     env = os.environ if variables is None else variables

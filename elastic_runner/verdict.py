@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _VERDICT, _CONSEQUENCE, _PLACE = "verdict.json", "consequence.json", "run.json"
+_PLACE_BEFORE = "run-before.json"
 _PROCESS = "process-"
 
 
@@ -83,7 +84,9 @@ def decode(text: str) -> Verdict | None:
 
 def clear(directory: str) -> None:
     """Before the next attempt."""
-    names = [_VERDICT, _CONSEQUENCE, _PLACE, *(f"{_PROCESS}{pid}" for pid in processes(directory))]
+    with suppress(FileNotFoundError):
+        Path(directory, _PLACE).replace(Path(directory, _PLACE_BEFORE))
+    names = [_VERDICT, _CONSEQUENCE, *(f"{_PROCESS}{pid}" for pid in processes(directory))]
     for name in names:
         Path(directory, name).unlink(missing_ok=True)
 
@@ -110,6 +113,15 @@ def place(directory: str | None, run: RunPlace) -> None:
 
 def read_place(directory: str) -> RunPlace | None:
     """Where the run is; None when no worker got so far."""
+    return _read_place(Path(directory, _PLACE))
+
+
+def last_place(directory: str) -> RunPlace | None:
+    """The same, or else what was known in attempts before: of the newest that a worker got so far in."""
+    return read_place(directory) or _read_place(Path(directory, _PLACE_BEFORE))
+
+
+def _read_place(path: Path) -> RunPlace | None:
     with suppress(OSError, ValueError, TypeError):
-        return RunPlace(**json.loads(Path(directory, _PLACE).read_text()))
+        return RunPlace(**json.loads(path.read_text()))
     return None

@@ -16,7 +16,7 @@ from elastic_runner.checkpoint.load import Loader
 from elastic_runner.checkpoint.manifest import Manifest, Rejected, Torn, check_file, list_checkpoints
 from elastic_runner.checkpoint.marks import mark_suspect, reading, reasons
 from elastic_runner.checkpoint.matching import Lenience
-from elastic_runner.checkpoint.place import CheckpointPlace, FinishedStep
+from elastic_runner.checkpoint.place import CheckpointPlace, FinishedStep, checkpoint_url, keep_of
 from elastic_runner.checkpoint.saver import Saver
 from elastic_runner.checkpoint.sharded import ShardedSaver
 from elastic_runner.checkpoint.snapshot_source import Offer, SnapshotSource
@@ -61,6 +61,7 @@ class Checkpointer:
         self._failures = 0
         self._origin: str | None = None
         """The newest durable checkpoint behind the state."""
+        self._keep = None if storage is not None else keep_of(config, worker)
 
     def maybe_save(self, step: FinishedStep, metrics: Mapping[str, float] | None = None) -> bool:
         """Save when ``step`` is due, is the last one, or the run is draining. Returns whether it saves.
@@ -189,7 +190,7 @@ class Checkpointer:
 
     def _keep_in_memory(self, *, forced: bool = False) -> None:
         phase = self._worker.phase("save")
-        self._worker.snapshots.take(self._parts, phase, origin=self._origin, forced=forced)
+        self._worker.snapshots.take(self._parts, phase, origin=self._origin, keep=self._keep, forced=forced)
 
     def _keep_in_memory_anew(self, step: int) -> None:
         """Now that all know that the state has another shape."""
@@ -383,6 +384,4 @@ def checkpoint_storage(
     config: CheckpointConfig, *, run_url: str, run_options: dict[str, str], seconds: float
 ) -> Storage:
     """Where a run's checkpoints are: ``checkpoint.url``, else below the run directory."""
-    if config.url is not None:
-        return open_storage(config.url, config.options, seconds)
-    return open_storage(paths.join(run_url, paths.CHECKPOINTS), config.options or run_options, seconds)
+    return open_storage(*checkpoint_url(config, run_url, run_options), seconds)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -127,14 +127,7 @@ class Commit:
 
     def _commit(self, storage: Storage, manifest: Manifest) -> None:
         self._place.before_commit()
-        self._place.check_fence()
-        storage.create(manifest.path, encode(manifest))
-        try:
-            self._place.check_fence()
-        except (Fenced, StorageError):
-            # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
-            storage.delete(manifest.path)
-            raise
+        create_fenced(storage, manifest, self._place.check_fence)
         self._newest = manifest
         log.info("saved step %d (%.1f MB)", manifest.step, manifest.size / 1e6)
         if manifest.non_finite:
@@ -149,6 +142,18 @@ class Commit:
         spill.clear(step - 1)
         if coordinator.is_main:
             log.warning("step %d was spilled to %s: %s", step, spill.storage.url, error)
+
+
+def create_fenced(storage: Storage, manifest: Manifest, check_fence: Callable[[], None]) -> None:
+    """Write the manifest, unless a newer attempt has begun; ``check_fence`` raises Fenced then."""
+    check_fence()
+    storage.create(manifest.path, encode(manifest))
+    try:
+        check_fence()
+    except (Fenced, StorageError):
+        # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
+        storage.delete(manifest.path)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

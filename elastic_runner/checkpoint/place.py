@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from elastic_runner import paths
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.checkpoint.commit import CommitPlace
+from elastic_runner.checkpoint.snapshot import Keep
 from elastic_runner.checkpoint.snapshots import Snapshots
+from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Place
 
 
@@ -76,3 +79,17 @@ class FinishedStep(Protocol):
     """Whether all ranks have agreed to stop after it."""
     save_ended: bool
     """Whether, as all ranks know, the save in flight has ended on some rank."""
+
+
+def checkpoint_url(config: CheckpointConfig, run_url: str, run_options: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Where a run's checkpoints are, and the options of that filesystem."""
+    if config.url is not None:
+        return config.url, config.options
+    return paths.join(run_url, paths.CHECKPOINTS), config.options or run_options
+
+
+def keep_of(config: CheckpointConfig, worker: CheckpointPlace) -> Keep:
+    """Where a state belongs that is in memory only."""
+    url, options = checkpoint_url(config, worker.run_url, worker.storage_options)
+    seconds, demote_after = worker.storage_timeout, config.demote_after
+    return Keep(run=worker.run_url, url=url, options=options, seconds=seconds, demote_after=demote_after)

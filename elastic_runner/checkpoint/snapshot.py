@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,22 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Where the state belongs once the memory is given up, and by what rules. Options may hold secrets: never shown."""
+
+    run: str
+    """URL of the run directory."""
+    url: str
+    """The checkpoint URL."""
+    options: dict[str, str] = field(repr=False)
+    """Of its filesystem."""
+    seconds: float
+    """For one storage operation."""
+    demote_after: int
+    """``checkpoint.demote_after``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """Which state it is a part of."""
 
@@ -71,6 +87,8 @@ class Head:
     """The one that took this part."""
     origin: str | None
     """The newest durable checkpoint behind it: path of the manifest; None: the run's beginning."""
+    keep: Keep | None = None
+    """Where it belongs; None: nobody but the program itself knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +229,16 @@ def read_snapshot(path: str) -> Snapshot | None:
 def _decode(path: str, head: bytes, index: bytes, plain: bytes, lines: bytes) -> Snapshot:
     try:
         tensors, pieces = _decode_index(index)
-        which = Head(**json.loads(head))
+        which = _decode_head(head)
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # sealed by another version of this package
         raise Damaged(f"the snapshot in {path} cannot be read: {error}") from None
     return Snapshot(path=path, head=which, tensors=tensors, pieces=pieces, plain=plain, lines=lines)
+
+
+def _decode_head(data: bytes) -> Head:
+    found = json.loads(data)
+    keep = found.pop("keep")
+    return Head(**found, keep=None if keep is None else Keep(**keep))
 
 
 def discard(path: str) -> None:

@@ -31,6 +31,7 @@ from elastic_runner.checkpoint.room import available_memory
 from elastic_runner.checkpoint.saver import box
 from elastic_runner.checkpoint.snapshot import (
     Head,
+    Keep,
     Known,
     SnapshotBuffer,
     Stored,
@@ -156,12 +157,19 @@ class Snapshots:
         self._begun, self._spent = now, 0.0
 
     def take(
-        self, parts: Parts, phase: AbstractContextManager[None], *, origin: str | None, forced: bool = False
+        self,
+        parts: Parts,
+        phase: AbstractContextManager[None],
+        *,
+        origin: str | None,
+        keep: Keep | None = None,
+        forced: bool = False,
     ) -> None:
         """Copy the state after a finished step when that is due, or ``forced``. On every rank alike.
 
-        ``phase``: to be in while ranks wait for each other. ``origin``: the newest durable checkpoint behind it. NaN
-        and infinity are not looked for: a step whose loss or gradient has one ends the run or changes nothing.
+        ``phase``: to be in while ranks wait for each other. ``origin``: the newest durable checkpoint behind it.
+        ``keep``: where it belongs. NaN and infinity are not looked for: a step whose loss or gradient has one ends the
+        run or changes nothing.
         """
         step = parts.step
         due = forced or self._due is None or step >= self._due
@@ -176,13 +184,13 @@ class Snapshots:
             self._misfit = True  # the others learn of it when the next step begins
         if self._misfit or self._plan is None:
             return
-        as_usual = self._copy(captured, self._plan, step, origin)
+        as_usual = self._copy(captured, self._plan, step, origin, keep)
         self._held, self._due = step, step + self._every
         self._spent += time.perf_counter() - began
         if as_usual:
             self._costs.append(time.perf_counter() - began)
 
-    def _copy(self, captured: Captured, plan: _Plan, step: int, origin: str | None) -> bool:
+    def _copy(self, captured: Captured, plan: _Plan, step: int, origin: str | None, keep: Keep | None) -> bool:
         """Whether it was copied into memory that was there."""
         buffer = min((b for b in self._buffers if b.age != self._common), key=lambda b: b.age)
         there = buffer.is_laid_out(plan.table)
@@ -199,6 +207,7 @@ class Snapshots:
             world_size=self._coordinator.world_size,
             rank=self._coordinator.rank,
             origin=origin,
+            keep=keep,
         )
         buffer.seal(head, _packed(captured.plain) if plan.leads else b"", self._lines.recent())
         return there

@@ -23,10 +23,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from elastic_runner import paths, verdict
-from elastic_runner.environment import AGENT_DIR
+from elastic_runner.environment import AGENT_DIR, snapshot_files
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
 from elastic_runner.launch.early import Stopped
+from elastic_runner.launch.flush import FLUSH_SECONDS, flush
 from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.health import Health
 from elastic_runner.launch.health_server import HealthServer
@@ -73,6 +74,8 @@ def launch(arguments: Sequence[str]) -> int:
         with agents_by(plan), workers_by(server):
             given = _run(options, str(directory))
         notices.close()
+        health.doing("saving what is in memory", within=FLUSH_SECONDS)
+        flush(str(directory), snapshot_files())
         _mark_failed(str(directory), given)
     if given.code != ExitCode.FINISHED:
         print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)

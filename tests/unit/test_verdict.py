@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_runner.verdict import RunPlace, Verdict, clear, place, read, read_place, tell
+from elastic_runner.verdict import RunPlace, Verdict, clear, last_place, place, read, read_place, tell
 
 
 def test_the_first_worker_s_word_counts_until_the_next_attempt(tmp_path: Path) -> None:
@@ -30,3 +30,13 @@ def test_the_place_of_the_run(tmp_path: Path) -> None:
     run = RunPlace(url="s3://bucket/run", options={"key": "k"}, attempt=3)
     place(str(tmp_path), run)
     assert read_place(str(tmp_path)) == run
+
+
+def test_the_place_outlives_attempts_in_which_no_worker_gets_so_far(tmp_path: Path) -> None:
+    directory, run = str(tmp_path), RunPlace(url="runs/x", options={}, attempt=3)
+    place(directory, run)
+    for _ in range(3):
+        clear(directory)
+        assert read_place(directory) is None and last_place(directory) == run
+    place(directory, RunPlace(url="runs/x", options={}, attempt=7))
+    assert last_place(directory) == read_place(directory) != run

@@ -7,24 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from elastic_runner import paths
-from elastic_runner.checkpoint.full import FILE
-from elastic_runner.checkpoint.load import OPTIMIZER_GROUPS, OPTIMIZER_STATE
+from elastic_runner.checkpoint.load import OPTIMIZER_GROUPS
 from elastic_runner.checkpoint.manifest import Manifest, Torn, encode, list_checkpoints
 from elastic_runner.checkpoint.marks import note
-from elastic_runner.checkpoint.saver import is_finite
-from elastic_runner.checkpoint.tools.contents import MODEL, Contents
+from elastic_runner.checkpoint.tools.contents import Contents
 from elastic_runner.checkpoint.tools.opening import Opened
 from elastic_runner.checkpoint.tools.overview import damage
-from elastic_runner.checkpoint.tools.written import Bar, Tick, no_bar, write_full, write_sharded
+from elastic_runner.checkpoint.tools.whole import given_up, write_files
+from elastic_runner.checkpoint.tools.written import Bar, Tick, no_bar
 from elastic_runner.errors import AlreadyExists, ConfigError, SaveFailed, StorageError
-from elastic_runner.storage import Storage, Written, open_storage
+from elastic_runner.storage import Storage, open_storage
 
 ATTEMPT = 0
 """No run's: those begin at 1."""
@@ -127,55 +123,21 @@ def _commit(
     tick: Tick,
 ) -> Manifest:
     """Write the data files and, last, the manifest; after an error nothing is left."""
-    directory, root = paths.data_directory(step, ATTEMPT), paths.step_directory(step) + "/"
-    storage.delete(directory)  # what an import that was killed has left
-    watched = _Watched(tensors=contents.tensors, plain=contents.plain)
-    try:
-        files = _write(storage, directory, watched, format, tick)
-        manifest = Manifest(
+    storage.delete(paths.data_directory(step, ATTEMPT))  # what an import that was killed has left
+    with given_up(storage, step, ATTEMPT):
+        manifest = write_files(
+            storage,
+            contents,
             step=step,
             attempt=ATTEMPT,
             world_size=1,
             format=format,
-            files=tuple(file.within(root) for file in files),
             metrics=original.metrics if original else {},
-            non_finite=tuple(watched.found),
+            tick=tick,
         )
         storage.create(manifest.path, encode(manifest))
         _check_there(storage, manifest)
-    except BaseException:
-        _give_up(storage, step, directory)
-        raise
     return manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Watched(Contents):
-    """Contents that notice on the way what is trained and not finite, as a save does."""
-
-    found: dict[str, None] = field(default_factory=dict)
-
-    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        values = super().rows(key, start, stop)
-        if key in self.trained and not is_finite(values):
-            self.found[key] = None
-        return values
-
-    @cached_property
-    def trained(self) -> set[str]:
-        """The optimizer's parameters and what it keeps of them; a foreign model's are not told from its buffers."""
-        groups = self.plain.get(OPTIMIZER_GROUPS, [])
-        parameters = {MODEL + name for group in groups for name in group["params"]}
-        return parameters | {key for key in self.tensors if key.startswith(OPTIMIZER_STATE)}
-
-
-def _write(storage: Storage, directory: str, contents: Contents, format: str, tick: Tick) -> list[Written]:
-    if format == "sharded":
-        return write_sharded(storage, directory, contents, tick)
-    path = f"{directory}/{FILE}"
-    with storage.writer(path) as stream:
-        write_full(stream, contents, tick)
-    return [stream.written(path)]
 
 
 def _step(source: Opened, step: int | None, weights_only: bool) -> int:
@@ -205,10 +167,3 @@ def _check_there(storage: Storage, manifest: Manifest) -> None:
     if missing := damage(storage, manifest, digests=False):
         storage.delete(manifest.path)
         raise SaveFailed(f"{missing}: a run that saves there has removed it; import while none is going on")
-
-
-def _give_up(storage: Storage, step: int, directory: str) -> None:
-    """Remove what was written, unless the manifest is there after all; what went wrong is the better reason."""
-    with suppress(StorageError):
-        if not any(paths.manifest_attempt(name) == ATTEMPT for name in storage.list(paths.step_directory(step))):
-            storage.delete(directory)
