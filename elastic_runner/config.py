@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 from annotated_types import Ge, Gt, MinLen
@@ -29,6 +29,7 @@ Positive = Annotated[int, Gt(0)]
 NotNegative = Annotated[int, Ge(0)]
 Seconds = Annotated[float, Gt(0)]
 Hours = Annotated[float, Gt(0)]
+ReplayPolicy: TypeAlias = Literal["warn", "stop", "off"]
 
 STRICT = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 """Unknown names are errors. A recipe's own sections use it too."""
@@ -47,6 +48,20 @@ class TrainingConfig:
     fp16 scales the loss dynamically and needs CUDA."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What a loss or gradient norm that is not finite does: stop the run, or skip that update (counted)."""
+    skip_failing: NotNegative = 0
+    """Skip a global batch whose step has failed in the same way checkpoint.demote_after times in a row, as with a
+    sample that cannot be read, instead of going back and at last ending the run; at most so many of them in a run. All
+    of its samples are then left out of that epoch, for good (but may fill up its last batch, by data.last_batch); the
+    ledger, status and audit tell it. Not in a run's first step, where launch takes the program to be at fault, and not
+    with streams. 0: never."""
+    replay: ReplayPolicy = "warn"
+    """Steps that are done again after a fault are compared with what the ledger says of them. What the first that
+    came to something else does: warn with a diagnosis, or stop the run by ReplayDiverged. off: nothing is compared."""
+    compare_replicas: NotNegative = 100
+    """ddp, hsdp: compare the parameters of the replicas every so many steps, and besides at each checkpoint; a rank
+    that differs is named, and the run goes back to where all were the same (have checkpoint.keep at 2 or more). It
+    reads each parameter once; a step does so several times, so that at one step in a hundred it costs less than 1 %.
+    Needs the same kind of processor on all nodes. 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -238,6 +253,10 @@ class RunConfig:
     """Copies in memory."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     """Deadlines per phase."""
+
+    def __post_init__(self) -> None:
+        if self.training.skip_failing and not self.checkpoint.demote_after:
+            raise ValueError("training.skip_failing skips after checkpoint.demote_after failures, which is 0")
 
 
 C = TypeVar("C", bound=RunConfig)

@@ -8,10 +8,13 @@
     │   ├── ModelError                                      DDP/FSDP options do not fit the model
     │   ├── LoopError                                       the step protocol was not followed
     │   ├── NonFiniteError                                  the loss or the gradient is not finite
+    │   ├── ReplayDiverged                                  a step done again came to something else
     │   └── StateError                                      a state cannot be saved as data
+    ├── SubmitError                    1  restartable       a scheduler did not take the job
     ├── SetupError                     1  restartable       the process group did not come up
     ├── PeerLost                       1  restartable       a peer left in the middle of a collective
     ├── PhaseTimeout                   1  restartable       a named phase passed its deadline
+    ├── ReplicasDiffer                 1  restartable       ranks have other parameters than their replicas
     ├── StorageError                   1  restartable
     │   ├── NotFound
     │   ├── AlreadyExists
@@ -84,8 +87,16 @@ class NonFiniteError(ProgramError):
     """The loss or the gradient is not finite."""
 
 
+class ReplayDiverged(ProgramError):
+    """A step that was done again after a fault came to something else (``training.replay`` = "stop")."""
+
+
 class StateError(ProgramError):
     """A state holds something that is not plain data."""
+
+
+class SubmitError(ElasticRunnerError):
+    """A scheduler did not take the job; the message is its own."""
 
 
 class SetupError(ElasticRunnerError):
@@ -98,6 +109,10 @@ class PeerLost(ElasticRunnerError):
 
 class PhaseTimeout(ElasticRunnerError):
     """A named phase passed its deadline."""
+
+
+class ReplicasDiffer(ElasticRunnerError):
+    """Parameters are not what they are on the ranks with the same ones; the run goes back to where they were."""
 
 
 class StorageError(ElasticRunnerError):

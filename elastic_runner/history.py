@@ -37,8 +37,12 @@ class End:
     """The rank that failed first."""
     message: str = ""
     """What it said, or what is known of it, in one line."""
-    samples: str = ""
-    """The samples of that step, in words."""
+    epoch: int | None = None
+    """Of the samples of that step; None: not known, as for the other two."""
+    first: int | None = None
+    """Their first position in the epoch's order."""
+    last: int | None = None
+    """One past their last position."""
     in_memory: bool = False
     """Whether it went on from a snapshot in memory; ``restored`` is then the checkpoint behind that."""
 
@@ -47,6 +51,11 @@ class End:
 
     agreed: int | None = None
     """The last step after which all replicas of the parameters were found the same; None: none was compared."""
+
+    @property
+    def samples(self) -> str:
+        """The samples of that step, in words."""
+        return "" if self.last is None else f"epoch {self.epoch}, positions {self.first} to {self.last - 1}"
 
     def went_through(self, path: str) -> bool:
         """Whether the state that failed had been in this checkpoint: loaded from it, or saved to it on the way."""

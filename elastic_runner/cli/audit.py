@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from elastic_runner.errors import ExitCode, NotFound
 
 if TYPE_CHECKING:
     from elastic_runner.data.audit import Audit
+    from elastic_runner.data.coverage import Portion
 
 _ATTEMPTS = 10
 _VERDICTS = {"proven": "proven", "open": "not proven", "refuted": "WRONG"}
@@ -53,8 +55,6 @@ def audit(arguments: list[str]) -> int:
 
 
 def _print(url: str, found: Audit) -> None:
-    from elastic_runner.data.coverage import describe
-
     attempts = f"{len(found.attempts):,} attempt{'s' * (len(found.attempts) != 1)}"
     lost = f"{found.lost:,} more were lost at restarts" if found.lost else "none was lost"
     print(f"{_verdict(found)}\n{url}: {found.steps:,} steps on record in {attempts}, {lost}\n")
@@ -69,14 +69,24 @@ def _print(url: str, found: Audit) -> None:
                 print(f"  {words}")
             if each.count > len(each.faults):
                 print(f"  ... and {each.count - len(each.faults):,} more")
-    configured = [each for each in found.portions if each.kind in ("dropped", "padded")]
-    if configured:
-        print("\nby data.last_batch")
-        for portion in configured[-_ATTEMPTS:]:
-            print(f"  {describe(portion)}")
-        if len(configured) > _ATTEMPTS:
-            print(f"  and {len(configured) - _ATTEMPTS:,} more (--json)")
+    _print_portions("by data.last_batch", [p for p in found.portions if p.kind in ("dropped", "padded")])
+    _print_portions("by training.skip_failing", _skipped(found))
     _print_attempts(found)
+
+
+def _print_portions(title: str, portions: Sequence[Portion]) -> None:
+    from elastic_runner.data.coverage import describe
+
+    if portions:
+        print(f"\n{title}")
+        for portion in portions[-_ATTEMPTS:]:
+            print(f"  {describe(portion)}")
+        if len(portions) > _ATTEMPTS:
+            print(f"  and {len(portions) - _ATTEMPTS:,} more (--json)")
+
+
+def _skipped(found: Audit) -> list[Portion]:
+    return [portion for portion in found.portions if portion.kind == "skipped" and not portion.is_fault]
 
 
 def _print_attempts(found: Audit) -> None:
@@ -92,7 +102,9 @@ def _print_attempts(found: Audit) -> None:
 
 def _verdict(found: Audit) -> str:
     if found.verdict == "proven":
-        return "proven: each sample was used once per epoch, in the order of the seed"
+        skipped = sum(portion.in_all for portion in _skipped(found))
+        but = f", but for {skipped:,} skipped on record" if skipped else ""
+        return f"proven: each sample was used once per epoch{but}, in the order of the seed"
     claims = [each.claim for each in found.findings if each.verdict == found.verdict]
     if found.verdict == "open":
         return f"not proven, though nothing is wrong: {', '.join(claims)}"

@@ -14,7 +14,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from elastic_runner.cli.audit import audit
 from elastic_runner.cli.checkpoint import Reading, checkpoint
+from elastic_runner.cli.submit import submit
 from elastic_runner.environment import TRACEBACK
 from elastic_runner.errors import ElasticRunnerError, ExitCode, NotFound
 
@@ -22,8 +24,10 @@ HELP = """elastic-runner keeps PyTorch training going.
 
 verbs:
   launch [torchrun's flags] SCRIPT|-m MODULE [args]   start workers and restart them when they fail
+  submit slurm|kubernetes [flags] -- SCRIPT [args]    write a job file and submit it; --dry-run only shows it
   demo                                                train on real text, kill a worker, resume, report
   status RUN_DIR                                      what a run has come to
+  audit RUN_DIR                                       prove from its ledger that each sample was used once (code 1: not)
   checkpoint ls|verify URL                            list checkpoints, or check every byte of them
   checkpoint inspect URL[@STEP]                       what one holds: tensors, optimizer, positions
   checkpoint diff A[@STEP] B[@STEP]                   what two differ in, to the last bit (code 1: they do)
@@ -51,7 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    verbs = {"launch": _launch, "demo": _demo, "status": _status, "checkpoint": checkpoint}
+    verbs = {
+        "launch": _launch,
+        "submit": submit,
+        "demo": _demo,
+        "status": _status,
+        "audit": audit,
+        "checkpoint": checkpoint,
+    }
     if verb in ("-h", "--help", "help"):
         print(HELP)
         return ExitCode.FINISHED if arguments else ExitCode.USAGE
@@ -61,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     try:
         return verbs[verb](rest)
+    except BrokenPipeError:  # whoever read the output, such as head, has had enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
     except ElasticRunnerError as error:
         if os.environ.get(TRACEBACK, "0") not in ("", "0"):
             traceback.print_exc()
@@ -69,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
+    from elastic_runner.launch.early import leave_when_asked
+
+    leave_when_asked()
     from elastic_runner.launch.launcher import launch
 
     return launch(arguments)
@@ -81,7 +98,7 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    from elastic_runner.data.ledger import effective, read_records, tally
+    from elastic_runner.data.ledger import count, read_records
     from elastic_runner.storage import open_storage
     from elastic_runner.train.record import read_summary
 
@@ -90,8 +107,8 @@ def _status(arguments: list[str]) -> int:
     summary = read_summary(storage)
     if summary is None:
         raise NotFound(f"{storage.url} holds no run: there is no summary.json")
-    records, lost = effective(read_records(storage))
-    counts = {**{k: v for k, v in asdict(tally(records)).items() if not k.startswith("_")}, "lost": lost}
+    led_here, lost = count(lambda: read_records(storage))
+    counts = {**{k: v for k, v in asdict(led_here).items() if not k.startswith("_")}, "lost": lost}
     if wanted.json:
         print(json.dumps({"summary": asdict(summary), "ledger": counts}))
         return ExitCode.FINISHED

@@ -14,6 +14,7 @@ from itertools import islice
 from elastic_runner.data.claims import Batch, Coverage, Finding, Line, Order, Rates, Resumes, Step, Steps, Verdict
 from elastic_runner.data.coverage import Portion
 from elastic_runner.data.ledger import Record, is_start, limits, marked
+from elastic_runner.data.skips import START, Skip, begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ def audit(read: Callable[[], Iterable[Record]]) -> Audit:
             auditor.start(record, led)
         elif record.get("event") == "step":
             auditor.step(record, led)
+        elif (skip := Skip.of(record)) is not None:
+            auditor.skip(skip)
     return auditor.result()
 
 
@@ -92,6 +95,7 @@ class _Auditor:
         self._led: Counter[int] = Counter()
         self._lost: Counter[int] = Counter()
         self._before: Line | None = None
+        self._skips: list[Skip] = []
         self._at = 0
         self._resumed, self._place_known = False, True
 
@@ -104,6 +108,11 @@ class _Auditor:
             self._at, self._resumed = resumed_at, True
             for judge in self._judges:
                 judge.start(attempt, resumed_at)
+
+    def skip(self, skip: Skip) -> None:
+        """From now on this global batch is passed over."""
+        self._skips.append(skip)
+        self._coverage.skip(skip)
 
     def step(self, record: Record, led: bool) -> None:
         """A step was committed; ``led``: to the present state."""
@@ -122,7 +131,7 @@ class _Auditor:
             before=self._before,
             start=self._starts.get(line.attempt, {}),
             resumed=self._resumed,
-            continues=not place_known or _continues(line, self._before),
+            continues=not place_known or self._continues(line),
         )
         for judge in self._judges:
             judge.step(step)
@@ -151,8 +160,7 @@ class _Auditor:
             ),
         )
 
-
-def _continues(line: Line, before: Line | None) -> bool:
-    if before is None:
-        return (line.epoch, line.first) == (0, 0)
-    return (line.epoch, line.first) in ((before.epoch, before.last), (before.epoch + 1, 0))
+    def _continues(self, line: Line) -> bool:
+        before = self._before
+        after = START if before is None else (before.epoch, before.last)
+        return begins((line.epoch, line.first), after, self._skips)

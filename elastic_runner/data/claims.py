@@ -9,6 +9,7 @@ from typing import Any, Literal
 from elastic_runner.data.coverage import EpochUse, Portion, describe, joined, portions
 from elastic_runner.data.digest import Recomputed
 from elastic_runner.data.ledger import Record
+from elastic_runner.data.skips import Skip
 
 Verdict = Literal["proven", "open", "refuted"]
 """open: nothing speaks against it, and the record is not enough to prove it."""
@@ -220,7 +221,8 @@ class Batch(Judge):
 
 
 class Coverage(Judge):
-    """Each epoch takes each sample once, but for a tail that data.last_batch drops, or fills up."""
+    """Each epoch takes each sample once, but for what is skipped on record and a tail that data.last_batch drops, or
+    fills up."""
 
     name, claim = "coverage", "epochs cover the dataset once"
 
@@ -228,10 +230,15 @@ class Coverage(Judge):
         super().__init__()
         self.portions: list[Portion] = []
         self.epochs: dict[int, EpochUse] = {}
+        self._skips: list[Skip] = []
         self._lengths: dict[int | None, None] = {}
         self._policies: set[Any] = set()
         self._seeds: set[int | None] = set()
         self._largest = 0
+
+    def skip(self, skip: Skip) -> None:
+        """It is no fault, once the run has passed it."""
+        self._skips.append(skip)
 
     def step(self, step: Step) -> None:
         """Its positions lie within the epoch; whether they were used before is judged at the end."""
@@ -251,15 +258,24 @@ class Coverage(Judge):
 
     def finding(self) -> Finding:
         """Adds what was skipped and repeated."""
+        self._place_skips()
         length = next(iter(self._lengths), None)
         if length is not None:
             seed = next(iter(self._seeds)) if len(self._seeds) == 1 else None
             found = portions(self.epochs, length=length, batch=self._largest, pads=self._policies == {"pad"}, seed=seed)
             self.portions = joined(found)
         for each in self.portions:
-            if each.kind in ("skipped", "repeated"):
+            if each.is_fault:
                 self.fault(describe(each))
         return super().finding()
+
+    def _place_skips(self) -> None:
+        newest = max(self.epochs, default=-1)
+        for skip in self._skips:
+            if skip.last - skip.first > self._largest > 0:
+                self.fault(f"a skip of {skip.last - skip.first} samples is on record, more than a global batch has")
+            elif skip.epoch < newest or (skip.epoch == newest and skip.first < self.epochs[newest].used.end):
+                self.epochs.setdefault(skip.epoch, EpochUse()).skips.append(skip)
 
     def _seen(self) -> tuple[str, bool]:
         if not self.epochs:
@@ -272,6 +288,8 @@ class Coverage(Judge):
         whole = len(self.epochs) - (not ended)
         words = [f"{whole:,} whole epoch{'s' * (whole != 1)} of {length:,} samples"] * bool(whole)
         words += [f"{end:,} of the {length:,} samples of epoch {newest}"] * (not ended)
+        skipped = sum(p.in_all for p in self.portions if p.kind == "skipped" and not p.is_fault)
+        words += [f"but for {skipped:,} skipped on record"] * bool(skipped)
         return ", ".join(words), True
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_runner import paths
 from elastic_runner.data.runs import Runs, total
+from elastic_runner.data.skips import START, Skip, begins
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.storage import Storage
 
@@ -142,7 +143,8 @@ def limits(records: Iterable[Record], resume_at: int | None = None) -> list[int 
 def marked(records: Iterable[Record], known: Sequence[int | None]) -> Iterator[tuple[Record, bool]]:
     """Each record, and whether it led to the present state; ``known``: their ``limits``, read before.
 
-    Of starts: whether any step of the attempt could. Two readings, so that a ledger need not fit into memory.
+    Of starts: whether any step of the attempt could. Skips always do, they are for good. Two readings, so that a ledger
+    need not fit into memory.
     """
     left = iter(known)
     limit = next(left)
@@ -150,7 +152,7 @@ def marked(records: Iterable[Record], known: Sequence[int | None]) -> Iterator[t
         if is_start(record):
             limit = next(left, None)  # none: an attempt that has started since
         resumed_at: int = record.get("resumed_at", 0)
-        yield record, limit is None or record.get("step", resumed_at) <= limit
+        yield record, limit is None or record.get("event") == "skip" or record.get("step", resumed_at) <= limit
 
 
 def effective(records: Iterable[Record], resume_at: int | None = None) -> tuple[list[Record], int]:
@@ -171,32 +173,37 @@ class Tally:
     repeated: int = 0
     """Samples used again within an epoch."""
     skipped: int = 0
-    """Samples passed over and not used later in their epoch, other than its dropped tail."""
+    """Samples passed over and not used later in their epoch, other than its dropped tail; those of skips among them."""
     padded: int = 0
     """Samples used again to fill an epoch's last batch."""
     dropped: int = 0
     """Samples in tails of epochs that fill no batch."""
     gaps: int = 0
-    """Steps that do not follow on the one before: one is missing, doubled, or took its samples out of order."""
+    """Steps that do not follow on the one before: one is missing, doubled, or took its samples out of order. What is
+    skipped on record makes none."""
     _last: Record | None = None
     _used: Runs = field(default_factory=Runs)
     """Positions used in this epoch."""
+    _skips: list[Skip] = field(default_factory=list)
+    """On record so far."""
 
     def add(self, record: Record) -> None:
-        """Count one record; records other than steps are passed over."""
+        """Count one record; those other than steps and skips are passed over."""
         if record.get("event") != "step":
+            if (skip := Skip.of(record)) is not None:
+                self._skips.append(skip)
             return
         first, last, epoch = record["first"], record["last"], record["epoch"]
         before = self._last
-        expected = (before["step"] + 1, before["epoch"], before["last"]) if before else (1, 0, 0)
-        if epoch > expected[1]:
+        at = (before["epoch"], before["last"]) if before else START
+        if epoch > max(at[0], 0):
             self._end_epochs(record)
-            expected = expected[0], expected[1] + bool(before), 0
-        elif epoch < expected[1]:
+        elif epoch < at[0]:
             # What was used of an epoch that had ended is no longer known in detail; all of it counts.
             self._used = Runs()
             self._used.add(0, last)
-        self.gaps += (record["step"], epoch, first) != expected
+        follows = record["step"] == (before["step"] if before else 0) + 1
+        self.gaps += not (follows and begins((epoch, first), at, self._skips))
         self._use(first, last)
         self.steps += 1
         self.samples += last - first

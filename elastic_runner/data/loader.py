@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from elastic_runner.data.partition import Cursor, GlobalBatch, next_batch, shard
 from elastic_runner.data.processes import notices_held, shield
 from elastic_runner.data.random import kept, seed_cpu
 from elastic_runner.data.sampler import ElasticSampler, ShardIndices
+from elastic_runner.data.skips import Skip, jumps
 from elastic_runner.data.source import Microbatch, Span, to_device
 from elastic_runner.errors import ConfigError, LoopError, Mismatch
 
@@ -47,6 +48,7 @@ class ElasticLoader:
         self._worker = worker
         self._collate_fn = collate_fn
         self._cursor = Cursor()
+        self._jumps: dict[Cursor, Cursor] = {}
         self._batch: GlobalBatch | None = None
         self._step = 0
         self._iterator: Iterator[Any] | None = None
@@ -94,6 +96,11 @@ class ElasticLoader:
             raise LoopError("begin() comes before commit()")
         self._cursor, self._batch = self._batch.after, None
 
+    def skip(self, skips: Iterable[Skip]) -> None:
+        """Pass over these from now on, and over no others."""
+        self._jumps = jumps(skips)
+        self._batch, self._iterator, self._ready = None, None, None
+
     def state_dict(self) -> dict[str, Any]:
         """Committed position, with what the order depends on."""
         return {
@@ -113,7 +120,10 @@ class ElasticLoader:
         self._batch, self._iterator, self._ready = None, None, None
 
     def _next(self, cursor: Cursor) -> GlobalBatch:
-        return next_batch(cursor, length=self._length, size=self._config.global_batch, policy=self._config.last_batch)
+        config = self._config
+        return next_batch(
+            cursor, length=self._length, size=config.global_batch, policy=config.last_batch, jumps=self._jumps
+        )
 
     def _open(self, step: int) -> DataLoader[Any]:
         coordinator, workers = self._worker.coordinator, self._config.loader_workers
@@ -125,6 +135,7 @@ class ElasticLoader:
             world_size=coordinator.world_size,
             cursor=self._cursor,
             step=step,
+            jumps=self._jumps,
         )
         return DataLoader(
             _Keyed(self._dataset, self._worker.seed, self._collate_fn or default_collate),

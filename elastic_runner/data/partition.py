@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,10 +40,13 @@ class GlobalBatch:
     """Where the data stand once this batch is committed."""
 
 
-def next_batch(cursor: Cursor, *, length: int, size: int, policy: LastBatch) -> GlobalBatch:
+def next_batch(
+    cursor: Cursor, *, length: int, size: int, policy: LastBatch, jumps: Mapping[Cursor, Cursor] | None = None
+) -> GlobalBatch:
     """The global batch of ``size`` samples that follows ``cursor`` over a dataset of ``length``.
 
-    Raises ConfigError when the dataset is smaller than one batch and the tail is dropped.
+    ``jumps``: where to go on instead of beginning a batch at a place, for what is skipped (``data.skips``). Raises
+    ConfigError when the dataset is smaller than one batch and the tail is dropped.
     """
     if length <= 0:
         raise ConfigError("the dataset is empty")
@@ -51,10 +55,12 @@ def next_batch(cursor: Cursor, *, length: int, size: int, policy: LastBatch) -> 
             f"data.global_batch={size} exceeds the dataset's {length} samples: "
             "make it smaller, or set data.last_batch='pad'"
         )
+    while jumps and cursor in jumps:
+        cursor = jumps[cursor]
     left = length - cursor.position
     # A cursor from a run with another batch size may stand inside what is now the tail.
     if left <= 0 or (policy == "drop" and left < size):
-        batch = next_batch(Cursor(epoch=cursor.epoch + 1), length=length, size=size, policy=policy)
+        batch = next_batch(Cursor(epoch=cursor.epoch + 1), length=length, size=size, policy=policy, jumps=jumps)
         return replace(batch, dropped=batch.dropped + max(0, left))
     last = min(length, cursor.position + size)
     rest = length - last

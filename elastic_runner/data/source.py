@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+
+from elastic_runner.data.skips import Skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,13 @@ class DataSource(Protocol):
 
     def commit(self) -> None:
         """The batch begun is part of the model now."""
+        ...
+
+    def skip(self, skips: Iterable[Skip]) -> None:
+        """Never give these global batches, but what follows each. Called where there are any, or may come to be.
+
+        Raises ConfigError where that cannot be done.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

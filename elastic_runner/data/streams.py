@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from elastic_runner.config import DataConfig
 from elastic_runner.coordination import Place
 from elastic_runner.data.partition import shards_of
 from elastic_runner.data.random import kept, seed_cpu
+from elastic_runner.data.skips import Skip
 from elastic_runner.data.source import Microbatch, Span, to_device
 from elastic_runner.errors import ConfigError, LoopError, Mismatch
 
@@ -119,6 +120,10 @@ class ShardedStreams:
         self._aligned = True
         # Copies: a stream may go on changing what its state_dict handed out.
         self._committed = {shard: deepcopy(stream.state_dict()) for shard, (stream, _) in self._open.items()}
+
+    def skip(self, skips: Iterable[Skip]) -> None:
+        """A stream has no positions to go to: what it fails at, it would have to read to pass over it."""
+        raise ConfigError("training.skip_failing needs an ElasticLoader: streams cannot skip samples; set it to 0")
 
     def state_dict(self) -> dict[str, Any]:
         """States of all shards, gathered from the ranks that run them. Collective."""

@@ -13,6 +13,7 @@ from elastic_runner.errors import LoopError, ReplayDiverged
 from elastic_runner.observability.progress import StepProgress
 from elastic_runner.train.divergence import Replica, ReplicaCheck
 from elastic_runner.train.exact import ExactGradients, check_optimizer
+from elastic_runner.train.past import Past
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step, StepPlace
 from elastic_runner.train.synchronize import Gradients, PlainGradients
@@ -25,6 +26,8 @@ class LoopPlace(StepPlace, Protocol):
     """Set once the ranks have agreed to stop."""
     snapshots: Snapshots
     """Copies in the node's memory."""
+    past: Past
+    """What follows from the attempts before; asked on global rank 0."""
 
     @property
     def in_memory_only(self) -> bool:
@@ -56,6 +59,8 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
     steps = coordinator.gather("first step", state.step)
     if len(set(steps)) > 1:
         raise LoopError(f"ranks stand at different steps: {steps}; call checkpointer.restore() on every rank")
+    if (skips := coordinator.once("skips", lambda: place.past.skips)) or config.training.skip_failing:
+        state.data.skip(skips)
     target = config.training.max_steps
     place.record.start(state.step, _facts(place), replay=config.training.replay)
     gradients, replicas = _gradients(state, place), ReplicaCheck(state, place)

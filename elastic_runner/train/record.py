@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from elastic_runner import paths
 from elastic_runner.config import ReplayPolicy
 from elastic_runner.data.ledger import LedgerWriter, Record, Tally, effective, read_records, tally
+from elastic_runner.data.skips import Skip, recorded
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
@@ -53,6 +54,13 @@ class RunRecord:
     def step(self, record: dict[str, Any]) -> None:
         """An optimizer step is committed."""
         self.lines.add({"event": "step", **_as_json(record)})
+
+    def skips(self) -> list[Skip]:
+        """Global batches that the run passes over; known on global rank 0."""
+        return []
+
+    def skip(self, skip: Skip) -> None:
+        """From now on it passes over this one, too."""
 
     def replicas_differ(self, event: Record) -> None:
         """A comparison of the replicas went wrong."""
@@ -97,6 +105,7 @@ class MainRecord(RunRecord):
         super().__init__(storage, attempt=attempt)
         self._ledger = LedgerWriter(storage, attempt)
         self.lines = StepLines(self._ledger.append, attempt)
+        self._read: list[Record] | None = None
         self._past: _Past | None = None
         self._replay: Replay | None = None
         self._tally: Tally | None = None
@@ -137,7 +146,8 @@ class MainRecord(RunRecord):
             past.records.append(line)
 
     def _look_back(self, resumed_at: int) -> _Past:
-        everything = list(read_records(self._storage))
+        everything, self._read = self._read, None  # read once: it may be long
+        everything = list(read_records(self._storage)) if everything is None else everything
         records, lost = effective(everything, resumed_at)
         return _Past(resumed_at, records, lost, done_beyond(everything, resumed_at))
 
@@ -165,6 +175,19 @@ class MainRecord(RunRecord):
         else:
             log.warning("the replay check: %s", self.divergence)
         self._append(replay.event())
+
+    def skips(self) -> list[Skip]:
+        """Read the ledger for them."""
+        self._read = list(read_records(self._storage))
+        return recorded(self._read)
+
+    def skip(self, skip: Skip) -> None:
+        """Put it on record, durably: no later attempt may come to another decision. Raises StorageError."""
+        log.warning("epoch %d, positions %d to %d: skipped: %s", skip.epoch, skip.first, skip.last - 1, skip.reason)
+        self._append(skip.record())
+        self._ledger.flush()
+        if self._read is not None:
+            self._read.append(skip.record())
 
     def replicas_differ(self, event: Record) -> None:
         """Add it: what is on record of the steps since the last agreement is not to be relied on."""

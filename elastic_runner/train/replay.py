@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 from elastic_runner.data.ledger import Record
+from elastic_runner.data.skips import Skip
 
 KEPT_STEPS = 4096
 """Steps after the checkpoint that are compared at most: a line takes about a kilobyte of memory."""
@@ -81,7 +82,8 @@ def done_beyond(records: Iterable[Record], resumed_at: int) -> dict[int, Done]:
     """The newest line of each step after ``resumed_at`` that is a measure for it.
 
     An attempt that diverged and went on is another course, for which older lines are none; one that was stopped for it
-    has none itself. Steps in which replicas may have differed have none either.
+    has none itself. Steps in which replicas may have differed have none either, nor have those from a skip on, which
+    moved the samples of all that follows.
     """
     found: dict[int, Done] = {}
     start: Record = {}
@@ -91,6 +93,8 @@ def done_beyond(records: Iterable[Record], resumed_at: int) -> dict[int, Done]:
             start, stopped = record, False
         elif record.get("event") == "step" and not stopped and resumed_at < record["step"] <= resumed_at + KEPT_STEPS:
             found[record["step"]] = Done(line=record, start=start)
+        elif (skip := Skip.of(record)) is not None:
+            found = {step: done for step, done in found.items() if step < skip.step}
         elif record.get("stops"):
             stopped = True
         elif record.get("agreed") is not None:

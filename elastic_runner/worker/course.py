@@ -26,6 +26,8 @@ class Course:
     """What is trained; None before the loop began."""
     span: Span | None = None
     """The samples of the step under way."""
+    number: int = 0
+    """The step that these are of."""
     restored: str | None = None
     """Path of the manifest that it started from; None: from step 0."""
     in_memory: bool = False
@@ -64,7 +66,7 @@ class Course:
     def follow(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Hand the steps on, and know of each what it trains on."""
         for step in steps:
-            self.span = step.span
+            self.span, self.number = step.span, step.number
             yield step
             self.figures.steps += 1
             self.figures.samples += step.span.last - step.span.first
@@ -105,20 +107,20 @@ class Course:
     def end(self, *, kind: str, rank: int, message: str) -> End:
         """Of the attempt, if it fails now. ``kind``: type of the error; ``rank``: whose it is."""
         agreed = self.state.agreed_at if self.state else None
+        under_way = None if self.done is None else self.done + 1
+        span = self.span if self.number == under_way else None  # else it failed between two steps
         doubtful = kind == ReplicasDiffer.__name__ and (self.saved_step or 0) > (agreed or 0)
         return End(
             attempt=self.attempt,
             kind=kind,
-            step=None if self.done is None else self.done + 1,
+            step=under_way,
             restored=self.restored,
             saved=None if doubtful else self.saved_path,
             rank=rank,
             message=message,
-            samples=self._samples(),
+            epoch=None if span is None else span.epoch,
+            first=None if span is None else span.first,
+            last=None if span is None else span.last,
             in_memory=self.in_memory,
             agreed=agreed,
         )
-
-    def _samples(self) -> str:
-        span = self.span
-        return "" if span is None else f"epoch {span.epoch}, positions {span.first} to {span.last - 1}"

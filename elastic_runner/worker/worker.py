@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from elastic_runner import history, stacks, verdict
+from elastic_runner import stacks, verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
 from elastic_runner.checkpoint.snapshot_plan import Memory, run_identity
 from elastic_runner.checkpoint.snapshots import Snapshots
-from elastic_runner.checkpoint.trust import blamed, memory_distrusted
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
@@ -30,6 +29,7 @@ from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
 from elastic_runner.train import evaluate as evaluation
 from elastic_runner.train.loop import run_steps
+from elastic_runner.train.past import Past
 from elastic_runner.train.record import MainRecord, RunRecord, read_summary
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
@@ -71,6 +71,7 @@ class Worker:
     attempt: int
     record: RunRecord
     snapshots: Snapshots
+    past: Past
 
     def __init__(self, config: RunConfig) -> None:
         exit_by_code()
@@ -247,7 +248,7 @@ class Worker:
 
     def blamed(self) -> dict[str, str]:
         """Checkpoints that led to the same failure ``checkpoint.demote_after`` times: path of the manifest and why."""
-        return blamed(history.read_ends(self.storage), self.config.checkpoint.demote_after)
+        return self.past.blamed()
 
     def restored(self, path: str | None, *, in_memory: bool = False) -> None:
         """Remember what this attempt starts from: if it fails, that goes on record. On every rank."""
@@ -260,7 +261,7 @@ class Worker:
 
     def distrusted(self) -> int:
         """The attempt up to which memory is distrusted: see ``memory_distrusted``."""
-        return memory_distrusted(history.read_ends(self.storage), self.config.checkpoint.demote_after)
+        return self.past.distrusted()
 
     @property
     def target(self) -> int:
@@ -295,9 +296,8 @@ class Worker:
         target = self.config.training.max_steps
         summary = self.coordinator.once("summary", lambda: read_summary(self.storage))
         if summary is not None and summary.status == "finished" and summary.step >= target:
-            self.print(
-                f"elastic_runner: {self.storage.url} is finished: step {summary.step} of {target}. Nothing to do."
-            )
+            done = f"step {summary.step} of {target}"
+            self.print(f"elastic_runner: {self.storage.url} is finished: {done}. Nothing to do.")
             leave(self._coordinators)
             self._close()
             raise AlreadyFinished(0)
@@ -311,6 +311,7 @@ class Worker:
             self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
             log.info("attempt %d of %s: %s", self.attempt, self.storage.url, placed)
+        self.past = Past(self.storage, self.record, self.config)
         self.snapshots = self._open_snapshots()
         seed_all(self.seed, "init")
 

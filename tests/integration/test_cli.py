@@ -26,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_lists_every_verb_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("launch", "demo", "status", "checkpoint"))
+    assert all(verb in text for verb in ("launch", "demo", "status", "audit", "checkpoint"))
     assert all(f"{code.value} " in text for code in ExitCode)
 
 
@@ -35,7 +35,9 @@ def test_wrong_verbs_exit_with_2(arguments: list[str]) -> None:
     assert main(arguments) == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("verb", [["launch"], ["demo"], ["status"], ["checkpoint", "ls"], ["checkpoint", "verify"]])
+@pytest.mark.parametrize(
+    "verb", [["launch"], ["demo"], ["status"], ["audit"], ["checkpoint", "ls"], ["checkpoint", "verify"]]
+)
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*verb, "--help"])
@@ -50,6 +52,11 @@ def test_status_counts_from_the_ledger(run_dir: Path, capsys: pytest.CaptureFixt
     assert (told["ledger"]["steps"], told["ledger"]["repeated"], told["ledger"]["gaps"]) == (10, 0, 0)
     assert main(["status", str(run_dir)]) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_audit_of_a_run_of_two_ranks_proves_it(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run_dir)]) == 0
+    assert capsys.readouterr().out.startswith("proven: ")
 
 
 def test_status_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

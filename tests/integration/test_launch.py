@@ -12,9 +12,11 @@ import pytest
 
 from elastic_runner.chaos.driver import ObservedRun, launch_command
 from elastic_runner.data.ledger import Tally, effective, read_records, tally
+from elastic_runner.errors import ExitCode
 from elastic_runner.observability.summary import RunSummary
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import read_summary
+from tests.support.agents import SCRIPT
 
 STEPS = 60
 RECIPE = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", str(STEPS), "--checkpoint.every", "10")
@@ -150,3 +152,16 @@ def test_a_value_that_torchrun_cannot_use_is_a_usage_error() -> None:
         [*launch_command(2, "--nnodes=x", *RECIPE)], capture_output=True, text=True, timeout=60
     )  # fmt: skip
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+
+
+@pytest.mark.slow
+def test_restarts_without_progress_are_counted_across_starts(tmp_path: Path) -> None:
+    """As a requeued job starts again: what it has used up is not given back."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("step.optimize()", "step.optimize(); step.number < 2 or os.kill(os.getpid(), 9)"))
+    flags = ["--run-dir", str(tmp_path / "run"), "--data.global-batch", "8", "--data.shards", "4"]
+    for allowed, failures in ((1, 2), (3, 4)):
+        command = [*launch_command(1, f"--max-restarts={allowed}", str(script)), *flags]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == ExitCode.FAILED, result.stdout + result.stderr
+        assert len(list((tmp_path / "run" / "attempts").glob("*-end.json"))) == failures

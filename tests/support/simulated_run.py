@@ -15,6 +15,7 @@ from elastic_runner.config import DataConfig
 from elastic_runner.data.digest import batch_digest
 from elastic_runner.data.ledger import LedgerWriter, Record, read_records
 from elastic_runner.data.loader import ElasticLoader
+from elastic_runner.data.skips import Skip
 from elastic_runner.storage import Storage
 from elastic_runner.train.lines import missing
 from tests.support.place import SoloPlace
@@ -46,6 +47,8 @@ class Life:
     """Whether a copy of the last step outlives the kill."""
     torn: bool = False
     """Whether the kill leaves half a line behind."""
+    skips: bool = False
+    """Whether it skips the batch that it would begin with."""
 
 
 class SimulatedRun:
@@ -54,6 +57,7 @@ class SimulatedRun:
     def __init__(self, storage: Storage, config: DataConfig, *, length: int, seed: int = 0) -> None:
         self.storage, self.config, self.length, self.seed = storage, config, length, seed
         self.taken: dict[int, tuple[int, list[int]]] = {}
+        self.skips: list[Skip] = []
         self._attempt = 0
         self._saved: tuple[int, dict[str, Any] | None] = (0, None)
         self._recovered = b""
@@ -67,7 +71,13 @@ class SimulatedRun:
         for line in missing(self._recovered, read_records(self.storage), step):
             ledger.append(line)
         ledger.append(self._start(step, life.world))
+        if life.skips:
+            span = loaders[0].begin(step + 1)
+            self.skips.append(Skip(epoch=span.epoch, first=span.first, last=span.last, step=step + 1, reason="fails"))
+            ledger.append(self.skips[-1].record())
         ledger.flush()
+        for loader in loaders:
+            loader.skip(self.skips)
         recent: list[Record] = []
         for number in range(step + 1, step + life.steps + 1):
             recent.append(self._step(number, loaders))
@@ -93,6 +103,8 @@ class SimulatedRun:
         loaders = [ElasticLoader(Numbers(self.length), self.config, place) for place in places]
         for loader in loaders if state else ():
             loader.load_state_dict(state or {})
+        for loader in loaders:
+            loader.skip(self.skips)
         return loaders
 
     def _start(self, step: int, world: int) -> Record:

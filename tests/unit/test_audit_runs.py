@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,20 @@ from hypothesis import strategies as st
 
 from elastic_runner.config import DataConfig
 from elastic_runner.data.audit import Audit, audit
-from elastic_runner.data.ledger import read_records
+from elastic_runner.data.ledger import count, read_records
+from elastic_runner.data.order import samples_at
 from elastic_runner.storage import open_storage
 from tests.support.simulated_run import Life, SimulatedRun
 
-LIVES = st.lists(
-    st.builds(
-        Life,
-        world=st.integers(1, 5),
-        steps=st.integers(0, 12),
-        save_every=st.integers(1, 6),
-        in_memory=st.booleans(),
-        torn=st.booleans(),
-    ),
-    min_size=1,
-    max_size=5,
+LIFE = st.builds(
+    Life,
+    world=st.integers(1, 5),
+    steps=st.integers(0, 12),
+    save_every=st.integers(1, 6),
+    in_memory=st.booleans(),
+    torn=st.booleans(),
 )
+LIVES = st.lists(LIFE, min_size=1, max_size=5)
 
 
 def covered_once(run: SimulatedRun, found: Audit) -> None:
@@ -44,7 +43,7 @@ def covered_once(run: SimulatedRun, found: Audit) -> None:
             assert whole <= used and used.total() % run.config.global_batch == 0
             assert used.total() - run.length < run.config.global_batch
     assert found.steps == len(run.taken)
-    told = sum(p.count * (p.last_epoch - p.first_epoch + 1) for p in found.portions if p.kind == "dropped")
+    told = sum(p.in_all for p in found.portions if p.kind == "dropped")
     finished = [epoch for epoch, used in epochs.items() if run.length - used.total() <= tail]
     assert told == (tail * len(finished) if run.config.last_batch == "drop" else 0)
 
@@ -82,6 +81,44 @@ def test_any_schedule_of_worlds_and_kills_covers_every_epoch_once(
     assert found.verdict == "proven"
     covered_once(run, found)
     run.storage.delete("")
+
+
+@given(
+    length=st.integers(1, 40),
+    shards=st.integers(1, 3),
+    per_shard=st.integers(1, 4),
+    pads=st.booleans(),
+    lives=st.lists(st.tuples(LIFE, st.booleans()), min_size=1, max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_skipped_is_never_used_and_all_else_is(
+    length: int, shards: int, per_shard: int, pads: bool, lives: list[tuple[Life, bool]]
+) -> None:
+    batch = shards * per_shard
+    config = DataConfig(global_batch=batch, shards=shards, last_batch="pad" if pads else "drop")
+    length = length if pads else length + batch
+    run = SimulatedRun(open_storage(f"memory://audit-{uuid.uuid4().hex}"), config, length=length)
+    for life, skips in lives:
+        run.live(replace(life, world=min(life.world, shards), skips=skips))
+    run.live(Life(world=1, steps=2, save_every=1))
+    found = audit(lambda: read_records(run.storage))
+    assert [finding for finding in found.findings if finding.verdict != "proven"] == []
+    counts, _ = count(lambda: read_records(run.storage))
+    run.storage.delete("")
+    skips = [p for p in found.portions if p.kind == "skipped"]
+    told = {(e, at) for p in skips for e in range(p.first_epoch, p.last_epoch + 1) for at in p.positions}
+    assert told <= {(skip.epoch, (skip.first, skip.last)) for skip in run.skips}
+    assert (counts.gaps, counts.skipped) == (0, sum(p.in_all for p in skips))
+    used = run.samples_of_epochs()
+    for epoch in range(max(used)):
+        skipped = [
+            s for e, (a, b) in told if e == epoch for s in samples_at(range(a, b), length=length, seed=0, epoch=epoch)
+        ]
+        once = Counter(skipped) + used.get(epoch, Counter())
+        if pads:
+            assert set(once) == set(range(length))
+        else:
+            assert max(once.values()) == 1 and once.total() == length - length % batch
 
 
 @pytest.mark.parametrize("workers", [1, 2])

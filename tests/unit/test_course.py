@@ -26,12 +26,17 @@ def test_before_the_loop_began() -> None:
 
 def test_the_end_names_the_step_under_way_and_its_samples() -> None:
     span = Span(epoch=1, first=40, last=48)
-    failed = course(6, begun_at=2, span=span, restored="manifest of 2", in_memory=True, saved_step=4)
+    failed = course(6, begun_at=2, span=span, number=7, restored="manifest of 2", in_memory=True, saved_step=4)
     end = failed.end(kind="ValueError", rank=1, message="bad")
     assert failed.position() == (3, 6)
     assert (end.attempt, end.kind, end.rank, end.message) == (3, "ValueError", 1, "bad")
     assert (end.step, end.samples) == (7, "epoch 1, positions 40 to 47")
     assert (end.restored, end.in_memory, end.saved) == ("manifest of 2", True, paths.manifest(4, 3))
+
+
+def test_a_failure_between_two_steps_is_not_blamed_on_the_samples_of_the_one_before() -> None:
+    end = course(7, span=Span(epoch=1, first=40, last=48), number=7).end(kind="ValueError", rank=1, message="bad")
+    assert (end.step, end.samples) == (8, "")
 
 
 def test_the_launcher_hears_what_the_attempt_started_from_and_has_saved() -> None:

@@ -98,12 +98,12 @@ def test_the_same_error_before_any_step_ends_the_job_at_the_second_time() -> Non
 
 
 def test_a_step_that_fails_in_the_same_way_ends_the_job_and_is_named() -> None:
-    known = [end("SIGKILL", 9, saved="x"), *[end("ValueError", 41, samples="epoch 0, samples 640 to 703")] * 3]
+    known = [end("SIGKILL", 9, saved="x"), *[end("ValueError", 41, epoch=0, first=640, last=704)] * 3]
     known.append(known[-1])
     assert same_step()(known) is None
     objection = same_step()([*known, known[-1]])
     assert objection is not None and objection.code == ExitCode.DO_NOT_RETRY
-    assert objection.message.startswith("step 41 (epoch 0, samples 640 to 703) has failed 5 times")
+    assert objection.message.startswith("step 41 (epoch 0, positions 640 to 703) has failed 5 times")
     assert same_step()([*known, end("KeyError", 41)]) is None
     assert same_step()([*known, end("ValueError", 41, saved="newer")]) is None
 
