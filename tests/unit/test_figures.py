@@ -17,7 +17,8 @@ from elastic_runner.worker.watches import watches
 
 def test_steps_and_saves_are_counted() -> None:
     course = Course()
-    steps: Any = [SimpleNamespace(span=Span(epoch=0, first=first, last=first + 8)) for first in (0, 8, 16)]
+    spans = [Span(epoch=0, first=first, last=first + 8) for first in (0, 8, 16)]
+    steps: Any = [SimpleNamespace(number=number, span=span) for number, span in enumerate(spans, start=1)]
     for step in course.follow(steps):
         assert course.span is step.span
         if step is steps[2]:
