@@ -52,7 +52,8 @@ class TrainingConfig:
     """Skip a global batch whose step has failed in the same way checkpoint.demote_after times in a row, as with a
     sample that cannot be read, instead of going back and at last ending the run; at most so many of them in a run. All
     of its samples are then left out of that epoch, for good (but may fill up its last batch, by data.last_batch); the
-    ledger, status and audit tell it. Not in a run's first step, where launch takes the program to be at fault, and not
+    ledger, status and audit tell it. The failures count against launch's budget of crashes, which progress between two
+    such batches gives back. Not in a run's first step, where launch takes the program to be at fault, and not
     with streams. 0: never."""
     replay: ReplayPolicy = "warn"
     """Steps that are done again after a fault are compared with what the ledger says of them. What the first that

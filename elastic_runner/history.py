@@ -8,13 +8,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 
 from elastic_runner import paths
-from elastic_runner.errors import AlreadyExists, NotFound
+from elastic_runner.errors import AlreadyExists, NotFound, ReplayDiverged, ReplicasDiffer
 from elastic_runner.storage import Storage
 
 HANG = "Hang"
 """Kind of an end that the watchdog brought about."""
 FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
 """Kinds of ends that say nothing of the program: the worker was killed."""
+DOUBTFUL = {
+    ReplicasDiffer.__name__: "the last in which all replicas agreed",
+    ReplayDiverged.__name__: "the last that came to the same as before",
+}
+"""Kinds of ends that speak against what was saved after the step ``agreed``, and what that step is."""
 _RECENT = 64
 """Ends to read: each is a request, at every start."""
 
@@ -32,7 +37,7 @@ class End:
     restored: str | None
     """Path of the manifest that it started from; None: from step 0."""
     saved: str | None = None
-    """Path of the newest manifest that it committed itself; none of a step in which replicas may have differed."""
+    """Path of the newest manifest that it committed itself; none of a step that is doubtful."""
     rank: int | None = None
     """The rank that failed first."""
     message: str = ""
@@ -50,7 +55,7 @@ class End:
     """A hang: whether it was judged by a limit that was learned from earlier durations, which may be wrong."""
 
     agreed: int | None = None
-    """The last step after which all replicas of the parameters were found the same; None: none was compared."""
+    """The last step that nothing speaks against, by replicas or by the ledger; None: nothing was compared."""
 
     @property
     def samples(self) -> str:

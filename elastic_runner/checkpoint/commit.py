@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.catalogue import Catalogue
-from elastic_runner.checkpoint.manifest import Manifest, encode
+from elastic_runner.checkpoint.manifest import Manifest, create_fenced
 from elastic_runner.checkpoint.marks import read_marks, trust
 from elastic_runner.checkpoint.pruning import prune
 from elastic_runner.checkpoint.retention import retention_of
@@ -23,7 +23,7 @@ from elastic_runner.checkpoint.saver import Part, Saver
 from elastic_runner.checkpoint.spill import Spill
 from elastic_runner.config import CheckpointConfig
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import CheckpointError, Fenced, NotFound, SaveFailed, StorageError
+from elastic_runner.errors import CheckpointError, NotFound, SaveFailed, StorageError
 from elastic_runner.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -142,18 +142,6 @@ class Commit:
         spill.clear(step - 1)
         if coordinator.is_main:
             log.warning("step %d was spilled to %s: %s", step, spill.storage.url, error)
-
-
-def create_fenced(storage: Storage, manifest: Manifest, check_fence: Callable[[], None]) -> None:
-    """Write the manifest, unless a newer attempt has begun; ``check_fence`` raises Fenced then."""
-    check_fence()
-    storage.create(manifest.path, encode(manifest))
-    try:
-        check_fence()
-    except (Fenced, StorageError):
-        # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
-        storage.delete(manifest.path)
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ import xxhash
 from elastic_runner import paths
 from elastic_runner.checkpoint.marks import Marks, marks_in
 from elastic_runner.config import STRICT, NotNegative, Positive
-from elastic_runner.errors import Damaged, NotFound, StorageError
+from elastic_runner.errors import Damaged, Fenced, NotFound, StorageError
 from elastic_runner.storage import Storage, Written
 from elastic_runner.storage.faults import mapped
 from elastic_runner.storage.protocol import digest_of
@@ -190,6 +191,18 @@ def list_checkpoints(storage: Storage) -> Listing:
                 found.append(Checkpoint(manifest=manifest, marks=marks_in(directory, names, attempt)))
     found.sort(key=lambda c: (c.manifest.step, c.manifest.attempt), reverse=True)
     return Listing(checkpoints=tuple(found), rejected=tuple(rejected), directories=directories)
+
+
+def create_fenced(storage: Storage, manifest: Manifest, check_fence: Callable[[], None]) -> None:
+    """Write the manifest, unless a newer attempt has begun; ``check_fence`` raises Fenced then."""
+    check_fence()
+    storage.create(manifest.path, encode(manifest))
+    try:
+        check_fence()
+    except (Fenced, StorageError):
+        # A newer attempt has begun meanwhile, or may have, and may not have seen it. What fails is not there.
+        storage.delete(manifest.path)
+        raise
 
 
 def check_file(storage: Storage, manifest: Manifest, file: Written, *, digests: bool) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from elastic_runner import paths
-from elastic_runner.checkpoint.manifest import Listing, Manifest, encode, list_checkpoints
+from elastic_runner.checkpoint.manifest import Listing, Manifest, create_fenced, encode, list_checkpoints
 from elastic_runner.coordination import Coordinator
 from elastic_runner.errors import AlreadyExists, StorageError
 from elastic_runner.storage import LocalStorage, Storage
@@ -106,13 +106,9 @@ def bring_back(
                 with spill.storage.local_copy(path) as local:
                     storage.put_file(path, local)
 
-    def commit() -> None:
-        check_fence()
-        storage.create(manifest.path, encode(manifest))
-
     try:
         coordinator.agree("restore: upload", upload)
-        coordinator.once("restore: commit", commit)
+        coordinator.once("restore: commit", lambda: create_fenced(storage, manifest, check_fence))
     except StorageError as error:
         if coordinator.is_main:
             log.warning("step %d stays spilled in %s: %s", manifest.step, spill.storage.url, error)

@@ -9,8 +9,8 @@ from enum import IntEnum
 
 from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import Checkpoint, Manifest
-from elastic_runner.errors import ElasticRunnerError, NonFiniteError, ReplicasDiffer, names
-from elastic_runner.history import FROM_OUTSIDE, HANG, End
+from elastic_runner.errors import ElasticRunnerError, NonFiniteError, names
+from elastic_runner.history import DOUBTFUL, FROM_OUTSIDE, HANG, End
 
 
 class Health(IntEnum):
@@ -73,7 +73,7 @@ def describe_non_finite(manifest: Manifest, most: int = 3) -> str:
 
 def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
     """Checkpoints, by manifest path with a reason, that led to the same failure ``times`` times; ``times`` 0: none.
-    Besides those of steps in which replicas may have differed.
+    Besides those of steps in which replicas may have differed, or that came to something else than before.
 
     Not one from which a newer checkpoint came, and not where the same failure came about without it as well: then it
     is the failure's step, its samples or the program, going back does not help, and nothing further is demoted.
@@ -91,15 +91,15 @@ def blamed(ends: Iterable[End], times: int) -> dict[str, str]:
                 continue
             if all(end.went_through(path) for end in same):
                 found[path] = f"led {loads} times to {kind} in step {step}, and to no newer checkpoint"
-    return {**found, **_of_differing_replicas(known)}
+    return {**found, **_of_doubtful_steps(known)}
 
 
-def _of_differing_replicas(ends: Iterable[End]) -> dict[str, str]:
-    """All that an attempt may have saved after the last step in which its replicas were the same."""
+def _of_doubtful_steps(ends: Iterable[End]) -> dict[str, str]:
+    """All that an attempt may have saved after the last step that nothing speaks against."""
     return {
-        paths.manifest(step, end.attempt): f"written after step {end.agreed}, the last in which all replicas agreed"
+        paths.manifest(step, end.attempt): f"written after step {end.agreed}, {DOUBTFUL[end.kind]}"
         for end in ends
-        if end.kind == ReplicasDiffer.__name__ and end.agreed is not None and end.step is not None
+        if end.kind in DOUBTFUL and end.agreed is not None and end.step is not None
         for step in range(end.agreed + 1, end.step)
     }
 
@@ -107,9 +107,9 @@ def _of_differing_replicas(ends: Iterable[End]) -> dict[str, str]:
 def memory_distrusted(ends: Sequence[End], times: int) -> int:
     """The newest attempt whose memory may be what fails; 0: none. ``ends``: on record, oldest first.
 
-    It is the last one, if the last ``times`` are the same failure (``times`` 0: never), or one with differing replicas.
+    It is the last one, if the last ``times`` are the same failure (``times`` 0: never), or one with doubtful steps.
     """
-    differed = max((end.attempt for end in ends if end.kind == ReplicasDiffer.__name__), default=0)
+    differed = max((end.attempt for end in ends if end.kind in DOUBTFUL), default=0)
     return max(differed, _last_of_the_same(ends, times))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from elastic_runner.errors import ExitCode
+from elastic_runner.errors import ConfigError, ExitCode
 from elastic_runner.launch import kubernetes, slurm
 
 
@@ -69,6 +69,8 @@ def _slurm(arguments: Sequence[str]) -> int:
         print(text, end="")
         return ExitCode.FINISHED
     file = wanted.output or slurm.default_file(wanted)
+    if file.exists() and file.read_text() != text:
+        raise ConfigError(f"{file} is there and says something else: sbatch it, name another --output, or delete it")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     print(f"written: {shlex.quote(str(file))}")

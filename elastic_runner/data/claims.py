@@ -340,17 +340,19 @@ class Rates(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._checked = 0
+        self._checked = self._left_out = 0
 
     def step(self, step: Step) -> None:
         """Both are numbers."""
         self._checked += 1
+        self._left_out += step.record.get("updated") is False
         missing = [name for name in ("lr", "scale") if type(step.record.get(name)) not in (int, float)]
         if missing:
             self.fault(f"step {step.line.step} has no {' and no '.join(missing)}")
 
     def _seen(self) -> tuple[str, bool]:
-        return f"{self._checked:,} steps", self._checked > 0
+        left_out = f", {self._left_out:,} of them without an update: not finite" if self._left_out else ""
+        return f"{self._checked:,} steps{left_out}", self._checked > 0
 
 
 def _out_of_turn(step: Step) -> str:

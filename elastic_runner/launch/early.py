@@ -7,6 +7,7 @@ are there only once workers are.
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from elastic_runner.environment import NOTICES
@@ -21,12 +22,12 @@ class Stopped(SystemExit):
         self.signal = signal.Signals(number)
 
 
-def leave_when_asked() -> None:
-    """From now on, a notice to stop raises Stopped, until somebody else handles it."""
+def leave_when_asked(error: Callable[[int], BaseException] = Stopped) -> None:
+    """From now on, a notice to stop raises ``error`` of its number, until somebody else handles it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise error(number)
+
     for number in NOTICES:
         if signal.getsignal(number) != signal.SIG_IGN:  # such as nohup
-            signal.signal(number, _leave)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise Stopped(number)
+            signal.signal(number, leave)

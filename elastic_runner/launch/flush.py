@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_runner.launch.early import Stopped
-from elastic_runner.launch.processes import die_with_parent
+from elastic_runner.launch.processes import dying_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ def flush(directory: str, files: Sequence[str], seconds: float = FLUSH_SECONDS) 
         said = _run(directory, files, seconds)
     except subprocess.TimeoutExpired:
         said = f"what is in memory is not saved: that took longer than {seconds:g} s"
+    except (OSError, subprocess.SubprocessError) as error:
+        said = f"what is in memory is not saved: {error}"
     except (SignalException, Stopped):
         said = "what is in memory is not saved: asked to stop at once"
     if said:
@@ -47,7 +49,7 @@ def _run(directory: str, files: Sequence[str], seconds: float) -> str:
     # In a session of its own: a second Ctrl-C is for us to hear.
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=die_with_parent,
+        start_new_session=True, preexec_fn=dying_with_parent(),
     ) as process:  # fmt: skip
         try:
             said, _ = process.communicate(timeout=seconds)

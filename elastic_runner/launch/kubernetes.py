@@ -25,6 +25,10 @@ PORT = 8080
 """Of an agent's health."""
 GRACE = 660
 """Seconds from TERM to KILL: the ten minutes that ``launch`` gives workers to drain, and one for itself."""
+_WORKLOADS = ("job.", "jobset.", "trainjob.", "pytorchjob.")
+"""How kubectl's names of what is started begin."""
+_TRIES = 6
+"""Failures that count, of each node: where one ends all nodes, each of their pods has failed."""
 _APPLYING = 120.0
 """Seconds for kubectl."""
 
@@ -144,7 +148,7 @@ successPolicy:
   rules:
     - succeededCount: 1
 # Pods that may fail for other reasons than those below. Agents have budgets of their own, which no new pod renews.
-backoffLimit: 6
+backoffLimit: @tries
 podFailurePolicy:
   rules:
     - action: Ignore # drained, evicted, preempted
@@ -243,7 +247,7 @@ spec:
   runPolicy:
     cleanPodPolicy: Running
     # There is no policy by exit codes here: what must not be retried is tried this often all the same.
-    backoffLimit: 6
+    backoffLimit: @tries
   pytorchReplicaSpecs:
     Worker: # no Master: no pod is special
       replicas: @most
@@ -265,13 +269,14 @@ def render(job: KubernetesJob, command: Sequence[str], *, made_by: str) -> str:
     pod = _pod(job, "image: elastic-runner # the TrainJob names another one\n" if trainer else container)
     spec = _fill(
         _JOB_SPEC, most=most, pod=indent(pod, "  "), interrupted=int(ExitCode.INTERRUPTED),
-        fatal=f"{int(ExitCode.USAGE)}, {int(ExitCode.DO_NOT_RETRY)}",
+        fatal=f"{int(ExitCode.USAGE)}, {int(ExitCode.DO_NOT_RETRY)}", tries=_TRIES * most,
     )  # fmt: skip
     body = _fill(
-        text, name=job.name, most=most, port=PORT, job=indent(spec, " " * depth), pod=indent(pod, " " * depth),
-        command=indent(container, "    "),
+        text, name=job.name, most=most, port=PORT, tries=_TRIES * most,
+        job=indent(spec, " " * depth), pod=indent(pod, " " * depth), command=indent(container, "    "),
     )  # fmt: skip
-    return f"# {made_by}\n{body}"
+    commented = made_by.replace("\n", "\n# ")
+    return f"# {commented}\n{body}"
 
 
 def apply(manifests: str) -> str:
@@ -288,6 +293,10 @@ def apply(manifests: str) -> str:
         raise SubmitError(f"kubectl has not answered in {_APPLYING:.0f} s") from None
     if done.returncode != 0:
         raise SubmitError(f"kubectl: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    for line in done.stdout.splitlines():
+        workload, _, what = line.partition(" ")
+        if what == "unchanged" and workload.startswith(_WORKLOADS):
+            raise SubmitError(f"{workload} is there already, and may have ended: to start it again, kubectl delete it")
     return done.stdout
 
 

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR, snapshot_files
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
-from elastic_runner.launch.early import Stopped
+from elastic_runner.launch.early import Stopped, leave_when_asked
 from elastic_runner.launch.flush import FLUSH_SECONDS, flush
 from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.health import Health
@@ -34,7 +35,7 @@ from elastic_runner.launch.health_server import HealthServer
 from elastic_runner.launch.notice import Notices
 from elastic_runner.launch.options import budgets, by_itself, check_port, parse
 from elastic_runner.launch.processes import forget_shared_memory
-from elastic_runner.launch.rendezvous.handler import JobEnded
+from elastic_runner.launch.rendezvous.handler import BACKEND, JobEnded
 from elastic_runner.launch.restart import default_policies
 from elastic_runner.observability.summary import decode, encode
 from elastic_runner.storage import open_storage
@@ -72,7 +73,13 @@ def launch(arguments: Sequence[str]) -> int:
             health=health,
         )
         with agents_by(plan), workers_by(server):
-            given = _run(options, str(directory))
+            if options.rdzv_backend != BACKEND:
+                # Torch closes its own rendezvous, for all nodes and for good, when anything else ends the agent.
+                leave_when_asked(lambda number: SignalException("asked to stop", signal.Signals(number)))
+            try:
+                given = _run(options, str(directory))
+            finally:
+                leave_when_asked()  # torch's handlers are for agents
         notices.close()
         health.doing("saving what is in memory", within=FLUSH_SECONDS)
         flush(str(directory), snapshot_files())

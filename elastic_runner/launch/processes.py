@@ -7,8 +7,9 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -155,14 +156,22 @@ def end_descendants(seconds: float, spared: Iterable[int] = ()) -> None:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, whatever ends it. Linux only."""
-    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    dying_with_parent()()
+
+
+def dying_with_parent() -> Callable[[], None]:
+    """The same, to be called after a fork of a process with threads: all that takes a lock is done before."""
+    return _controlling_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Have what dead descendants leave behind become children of this process, which can end them. Linux only."""
-    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    _controlling_process(_PR_SET_CHILD_SUBREAPER, 1)()
 
 
-def _control_process(option: int, value: int) -> None:
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(option, value)
+def _controlling_process(option: int, value: int) -> Callable[[], None]:
+    try:
+        control = ctypes.CDLL(None, use_errno=True).prctl
+    except (OSError, AttributeError):
+        return lambda: None
+    return partial(control, option, value)

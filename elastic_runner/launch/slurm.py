@@ -78,14 +78,15 @@ agents=$!
 while wait "$agents"; code=$?; [ "$noticed" ]; do noticed=; done # a notice ends a wait before its time
 
 # The highest code of the agents. 0 finished, 1 failed, 2 wrong command line, 3 do not retry: the job ends with it.
-# 75 interrupted: goes on later. 69 unhealthy node, 128 and more an agent was killed: so, too, but not for ever.
+# 75 interrupted: goes on later. 69 unhealthy node, 128 and more an agent was killed: so, too, but after ten requeues
+# only where it had run for an hour.
 case $code in
   75) ;;
-  69 | 1[3-9]?) [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ] || exit "$code" ;;
+  69 | 1[3-9]?) [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ] || [ "$SECONDS" -ge 3600 ] || exit "$code" ;;
   *) exit "$code" ;;
 esac
 state=$(squeue --noheader --jobs="$job" --format=%T)
-if [ "$state" != RUNNING ]; then
+if [ -n "$state" ] && [ "$state" != RUNNING ]; then
   echo "not requeued from here: SLURM is ending this job itself ($state)"
 elif ! scontrol requeue "$job"; then
   echo "not requeued: start it again by sbatch"

@@ -14,6 +14,7 @@ from elastic_runner.observability.progress import StepProgress
 from elastic_runner.train.divergence import Replica, ReplicaCheck
 from elastic_runner.train.exact import ExactGradients, check_optimizer
 from elastic_runner.train.past import Past
+from elastic_runner.train.replay import Divergence
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step, StepPlace
 from elastic_runner.train.synchronize import Gradients, PlainGradients
@@ -44,7 +45,7 @@ class _Said(NamedTuple):
     """How its snapshots stand."""
     replica: Replica | None
     """Its parameters, where they are to be compared."""
-    objection: str | None
+    objection: Divergence | None
     """Why it must not go on."""
 
 
@@ -69,7 +70,7 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
         while state.step < target and not place.draining:
             with place.phase(phase):
                 number = state.step + 1
-                said = _exchange(f"step {number} begins", place, replicas)
+                said = _exchange(f"step {number} begins", state, place, replicas)
                 place.snapshots.hear([one.snapshots for one in said], state.step)
                 place.snapshots.begins()
                 if any(one.stop for one in said) and number == first and not place.in_memory_only:
@@ -88,22 +89,24 @@ def run_steps(state: TrainState, place: LoopPlace) -> Iterator[Step]:
             progress.step(number, step.result.loss)
             phase = "step"
     with place.phase("step"):
-        _exchange("the loop ends", place, replicas, ends=True)
+        _exchange("the loop ends", state, place, replicas, ends=True)
 
 
-def _exchange(label: str, place: LoopPlace, replicas: ReplicaCheck, *, ends: bool = False) -> list[_Said]:
+def _exchange(
+    label: str, state: TrainState, place: LoopPlace, replicas: ReplicaCheck, *, ends: bool = False
+) -> list[_Said]:
     """What all ranks have to say. Ranks that are elsewhere (in a save that was called on rank 0 alone) are noticed."""
-    divergence = place.record.divergence if place.config.training.replay == "stop" else None
     mine = _Said(
         stop=place.stop_requested,
         snapshots=place.snapshots.report(),
         replica=replicas.report(ends=ends),
-        objection=None if divergence is None else str(divergence),
+        objection=place.record.divergence if place.config.training.replay == "stop" else None,
     )
     said = place.coordinator.gather(label, mine)
     for one in said:
         if one.objection is not None:
-            raise ReplayDiverged(one.objection)
+            state.agreed_at = one.objection.step - 1  # what was saved after that is doubtful
+            raise ReplayDiverged(str(one.objection))
     replicas.hear([one.replica for one in said])
     return said
 

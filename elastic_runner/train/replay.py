@@ -105,12 +105,14 @@ def done_beyond(records: Iterable[Record], resumed_at: int) -> dict[int, Done]:
 def tolerance(old: Record, new: Record) -> float | None:
     """How far losses may differ, as a part of them, between attempts that began so; None: not comparable.
 
+    That is where batches are cut in another way, or another kind of device draws the random numbers.
     0, equal to the last bit, under "elastic"; under "order" where the same number of processes adds in the same order:
     on the CPU, at equal world size, strategy and threads. DDP arranges its buckets anew in its first steps, and from
     three ranks on that is another order.
     """
     kinds = {old.get("determinism"), new["determinism"]}
-    if "off" in kinds:
+    cut = all(old.get(name, new.get(name)) == new.get(name) for name in ("global_batch", "shards", "device"))
+    if "off" in kinds or not cut:
         return None
     same = all(old.get(name) == new[name] for name in ("world", "strategy", "threads", "device"))
     rearranged = new["strategy"] == "ddp" and new["world"] > 2
@@ -176,9 +178,7 @@ class Replay:
         done = self._left.pop(line["step"], None)
         allowed = None if done is None else tolerance(done.start, self._start)
         if done is not None and allowed is not None:
-            same_cut = all(done.start.get(name) == self._start.get(name) for name in ("global_batch", "shards"))
-            old = done.line if same_cut else {**done.line, "digest": None}
-            self.divergence = diagnose(old, line, updates=self._updates, tolerance=allowed)
+            self.divergence = diagnose(done.line, line, updates=self._updates, tolerance=allowed)
             self.equal += self.divergence is None
         self._updates += bool(line.get("updated", True))
 

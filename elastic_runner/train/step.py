@@ -98,7 +98,7 @@ class Step:
         # ranks must hear of.
         self._totals = torch.zeros(4 * self._shards + 2, dtype=torch.float64)
         self._of_shards = self._totals[:-2].view(4, self._shards)
-        self._host_rng, self._rng = host_generators(), 0
+        self._host_rng = host_generators()
         self._numbered = True
         self._current: Microbatch | None = None
         self._extra = False
@@ -119,7 +119,6 @@ class Step:
             self._current = microbatch
             if self._config.determinism != "off":
                 seed_all(self._place.seed, "compute", self.number, microbatch.shard)
-            self._rng = model_generators(self._place.device)
             last = index == self._turns - 1
             around = self._gradients.microbatch(last=last, extra=self._extra)
             with around, autocast(self._config, self._place.device):
@@ -151,6 +150,7 @@ class Step:
         if loss.numel() != 1:
             raise LoopError(f"step {self.number}: the loss must be one number, its shape is {list(loss.shape)}")
         self._place.progress()  # before it waits for peers: whoever has not come so far is behind
+        rng = model_generators(self._place.device)  # as the forward left them: what it drew, and from which seed
         units = 0 if self._extra else self._current.samples if tokens is None else tokens
         scale, last = self._scale(), self._done == self._turns - 1
         around = self._gradients.backward(shard=None if self._extra else self._current.shard, last=last)
@@ -159,7 +159,7 @@ class Step:
         if not self._extra:
             digest = self._current.digest
             self._numbered &= digest is not None
-            found = (loss.detach().double().item(), units, digest or 0, self._rng)
+            found = (loss.detach().double().item(), units, digest or 0, rng)
             self._of_shards[:, self._current.shard] = torch.tensor(found, dtype=torch.float64)
         self._done += 1
 

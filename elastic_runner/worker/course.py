@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from elastic_runner import paths
 from elastic_runner.data.source import Span
-from elastic_runner.errors import ReplicasDiffer
 from elastic_runner.heartbeat import Figures
-from elastic_runner.history import End
+from elastic_runner.history import DOUBTFUL, End
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
 from elastic_runner.verdict import RunPlace
@@ -109,7 +108,7 @@ class Course:
         agreed = self.state.agreed_at if self.state else None
         under_way = None if self.done is None else self.done + 1
         span = self.span if self.number == under_way else None  # else it failed between two steps
-        doubtful = kind == ReplicasDiffer.__name__ and (self.saved_step or 0) > (agreed or 0)
+        doubtful = kind in DOUBTFUL and (self.saved_step or 0) > (agreed or 0)
         return End(
             attempt=self.attempt,
             kind=kind,

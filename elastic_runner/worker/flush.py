@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from elastic_runner.checkpoint.commit import create_fenced
-from elastic_runner.checkpoint.manifest import Checkpoint, list_checkpoints
+from elastic_runner.checkpoint.manifest import Checkpoint, create_fenced, list_checkpoints
 from elastic_runner.checkpoint.snapshot import read_snapshot
 from elastic_runner.checkpoint.snapshot_source import Common, Found, newest_common
 from elastic_runner.checkpoint.tools.in_memory import contents_in_memory
@@ -32,6 +31,8 @@ from elastic_runner.train.skips import unanswered
 from elastic_runner.verdict import RunPlace, last_place
 from elastic_runner.worker.attempt import begin_next, check_fence
 
+_OPERATION = 60.0
+"""Seconds for one operation of a storage, at most: the launcher does not wait for long."""
 _OF_THE_STATE = {NonFiniteError.__name__, ReplayDiverged.__name__}
 """Failures that the state led to: the step before is in memory, and a start from there would lead to them again."""
 
@@ -45,8 +46,9 @@ def flush(place: RunPlace, files: Sequence[str]) -> str:
     found, refused = _look(place, files)
     keep = max(found, key=lambda one: one.snapshot.head.attempt).snapshot.head.keep if found else None
     if keep is not None:
-        run = open_storage(place.url, place.options, keep.seconds)
-        checkpoints = open_storage(keep.url, keep.options, keep.seconds)
+        seconds = min(keep.seconds, _OPERATION)
+        run = open_storage(place.url, place.options, seconds)
+        checkpoints = open_storage(keep.url, keep.options, seconds)
         known, records = list_checkpoints(checkpoints).checkpoints, list(read_records(run))
         ends = unanswered(read_ends(run), recorded(records))
         state, more = choose(found, ends, known, demote_after=keep.demote_after)

@@ -12,8 +12,8 @@ from typing import Any
 from elastic_runner.environment import NOTICES
 from elastic_runner.errors import ExitCode
 
-_SAME_NOTICE = 0.3
-"""Seconds within which further signals are the same notice: a terminal and an agent both send Ctrl-C."""
+_SAME_NOTICE = 1.0
+"""Seconds within which further signals are the same notice: a terminal, or a scheduler, and an agent both send it."""
 
 
 class StopNotice:

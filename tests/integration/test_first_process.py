@@ -67,7 +67,7 @@ def inside(launcher: int, *command: str) -> str:
 
 def sleepers(launcher: int) -> list[str]:
     """State of each ``sleep`` in the namespace; Z: it has ended, and nobody has taken it in."""
-    lines = inside(launcher, "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null").splitlines()
+    lines = inside(launcher, "sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null; true").splitlines()
     return [line.split()[2] for line in lines if line.split()[1] == "(sleep)"]
 
 

@@ -102,6 +102,11 @@ def test_order_is_exact_only_where_the_same_sums_are_made(old: Record, new: Reco
     assert tolerance(before, {**now, "precision": "bf16"}) == (0.0 if exact else 0.05)
 
 
+@pytest.mark.parametrize("other", [{"shards": 2}, {"global_batch": 4}, {"device": "cuda"}])
+def test_other_batches_and_other_generators_are_no_measure(other: Record) -> None:
+    assert tolerance(start(**other), start(shards=4, global_batch=8)) is None
+
+
 def test_a_ledger_without_facts_is_no_measure_to_the_bit() -> None:
     assert tolerance({"event": "start", "resumed_at": 0}, START) == 0.01
 

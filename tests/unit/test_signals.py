@@ -69,7 +69,7 @@ def test_two_signals_at_once_are_one_notice(child: Child) -> None:
 
 def test_second_notice_leaves_at_once_with_75(child: Child) -> None:
     """c26."""
-    assert child.signal(int(signal.SIGTERM), "+0.4", int(signal.SIGTERM)) == ""
+    assert child.signal(int(signal.SIGTERM), "+1.2", int(signal.SIGTERM)) == ""
     _, errors = child.process.communicate(timeout=10)
     assert child.process.returncode == 75
     assert "second notice" in errors

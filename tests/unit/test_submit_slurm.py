@@ -167,6 +167,10 @@ def test_a_task_of_an_array_is_requeued_alone(tmp_path: Path) -> None:
     assert asked == "scontrol requeue 12_3\n"
 
 
+def test_a_controller_that_does_not_say_how_the_job_stands_is_asked_all_the_same(tmp_path: Path) -> None:
+    assert Batch(tmp_path, "exit 75", state="").end() == (75, REQUEUED)
+
+
 def test_a_job_that_slurm_is_ending_is_not_requeued(tmp_path: Path) -> None:
     assert Batch(tmp_path, "exit 75", state="COMPLETING").end() == (75, "")
 
