@@ -8,11 +8,12 @@ import pytest
 
 pytest_plugins = ["tests.support.s3", "tests.support.seaweed", "tests.support.proxy", "tests.support.storage_bench"]
 
-_ONE_AFTER_THE_OTHER = ("integration", "chaos")
+_HOSTS = ("test_hosts.py", "test_slurm.py")
+"""They mostly wait: for leases, for time limits."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest -n, jobs of several processes have one of pytest's to themselves, and all else has the others."""
+    """Under pytest -n, jobs of several processes run one after the other, those of several hosts beside them."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in _ONE_AFTER_THE_OTHER:
-            item.add_marker(pytest.mark.xdist_group("jobs"))
+        if item.path.relative_to(Path(__file__).parent).parts[0] in ("integration", "chaos"):
+            item.add_marker(pytest.mark.xdist_group("hosts" if item.path.name in _HOSTS else "jobs"))
