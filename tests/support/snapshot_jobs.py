@@ -127,9 +127,9 @@ def _half_way(strike: Callable[[int, str], None]) -> Iterator[None]:
     """Strike between the copies of two pieces."""
     original, take, box = snapshots.Snapshots._copy, [0], snapshots.box
 
-    def copy(self: Any, captured: Any, plan: Any, step: int, origin: Any) -> bool:
+    def copy(self: Any, captured: Any, plan: Any, step: int, *rest: Any) -> bool:
         take[0] = step
-        return original(self, captured, plan, step, origin)
+        return original(self, captured, plan, step, *rest)
 
     def copied(tensor: torch.Tensor, piece: Any) -> torch.Tensor:
         if piece.key.startswith("optimizer."):
