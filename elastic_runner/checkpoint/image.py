@@ -47,10 +47,6 @@ class SharedBuffer:
         self.close()
 
 
-_HUGE_PAGE = 2 << 20
-"""Linux aligns to it, so that all of it can be huge pages, mappings of a multiple of it only."""
-
-
 class PrivateBuffer:
     """Page-aligned memory of this process, in huge pages where the kernel has them: direct I/O goes in larger pieces,
     at up to twice the speed. Loader processes do not inherit it, or each save would copy it for them.
@@ -58,12 +54,11 @@ class PrivateBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        room = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # what is never touched takes no memory
-        self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
             with suppress(OSError):  # a kernel without it
                 self._map.madvise(advice)
-        self.view = memoryview(self._map)[:size]
+        self.view = memoryview(self._map)
         """All of it."""
 
 

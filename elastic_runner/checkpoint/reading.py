@@ -16,6 +16,8 @@ READERS = 2
 """Files that are read at a time, so that the disk has work between the end of one and the beginning of the next."""
 BUFFERS = 4
 """One that is in use, two that are read into, and one to go on with while the ranks agree that another is free."""
+HUGE_PAGE = 2 << 20
+"""Linux aligns to it, so that all of it can be huge pages, mappings of a multiple of it only."""
 
 
 class Reading:
@@ -24,7 +26,7 @@ class Reading:
     def __init__(self, read: Read, room: int) -> None:
         """``room``: bytes of the largest file; only what is read into takes memory."""
         self._read = read
-        self._room = max(room, 1)
+        self._room = -(-max(room, 1) // HUGE_PAGE) * HUGE_PAGE
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="restore")
         self._waiting: deque[tuple[str, int]] = deque()
         self._coming: dict[str, tuple[PrivateBuffer, Future[memoryview]]] = {}

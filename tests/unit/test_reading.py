@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_runner.checkpoint.reading import BUFFERS, READERS, Reading
+from elastic_runner.checkpoint.reading import BUFFERS, HUGE_PAGE, READERS, Reading
 from elastic_runner.errors import StorageError
 
 NAMES = tuple("abcdefgh")
@@ -101,3 +101,4 @@ def test_no_room_is_needed_for_empty_files(disk: Disk) -> None:
     reading.take_over(("a",), {"a": 0})
     assert bytes(reading.wait("a")) == b""
     reading.close()
+    assert HUGE_PAGE % 4096 == 0
