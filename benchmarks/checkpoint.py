@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +16,8 @@ import tyro
 from rich.console import Console
 
 from benchmarks.checkpoint_worker import Cell, write_cell
-from benchmarks.trials import Figures, machine, print_table, ratio, timings, write_json
-from elastic_runner.chaos.driver import end_tree, launch_command
+from benchmarks.ranks import measured_by
+from benchmarks.trials import Figures, machine, print_table, ratio, spread, timings, write_json
 from tests.support.seaweed import SeaweedFS, running_seaweed, weed
 
 TIME_RATIOS = {
@@ -140,24 +137,7 @@ def run_cell(cell: Cell, parent: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=f"{cell.name}-", dir=parent) as directory:
         cell = replace(cell, directory=directory)
         path = write_cell(cell)
-        command = launch_command(cell.ranks, "--max-restarts=0", "-m", "benchmarks.checkpoint_worker", str(path))
-        log = Path(directory) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-            try:
-                code = process.wait()
-            finally:
-                end_tree(process)
-        if code or not cell.result.exists():
-            raise SystemExit(f"{cell.name}: exit code {code}\n{log.read_text(errors='replace')[-8000:]}")
-        result: dict[str, Any] = json.loads(cell.result.read_text())
-        return result
+        return measured_by("benchmarks.checkpoint_worker", path, cell.result, ranks=cell.ranks, name=cell.name)
 
 
 def figures_of(cell: Cell, result: Mapping[str, Any], suffix: str) -> Figures:
@@ -210,5 +190,4 @@ def _ratio(figures: Figures, name: str) -> str:
 def _time(figures: Figures, name: str, suffix: str) -> str:
     if f"{name}_ms{suffix}" not in figures:
         return ""
-    middle, least, greatest = (figures[f"{name}_ms{kind}{suffix}"] for kind in ("", "_min", "_max"))
-    return f"{middle:.0f} ({least:.0f} - {greatest:.0f}); {figures[f'{name}_mb_per_s{suffix}']:.0f}"
+    return f"{spread(figures, name, suffix)}; {figures[f'{name}_mb_per_s{suffix}']:.0f}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,8 @@ import tyro
 from rich.console import Console
 
 from benchmarks.exact_worker import Case, Plan
-from benchmarks.trials import Figures, machine, print_table, write_json
-from elastic_runner.chaos.driver import end_tree, launch_command
+from benchmarks.ranks import measured_by
+from benchmarks.trials import Figures, machine, milliseconds, print_table, spread, write_json
 
 SIZES = ("small", "larger")
 STRATEGIES = ("ddp", "fsdp")
@@ -85,33 +83,14 @@ def run(plan: Plan, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="elastic-runner-bench-") as directory:
         order, result = Path(directory) / "plan.json", Path(directory) / "result.json"
         order.write_text(json.dumps({**asdict(plan), "directory": directory, "result": str(result)}))
-        command = launch_command(ranks, "--max-restarts=0", "-m", "benchmarks.exact_worker", str(order))
-        log = Path(directory) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-            try:
-                code = process.wait()
-            finally:
-                end_tree(process)
-        if code or not result.exists():
-            raise SystemExit(f"{ranks} ranks: exit code {code}\n{log.read_text(errors='replace')[-8000:]}")
-        measured: dict[str, Any] = json.loads(result.read_text())
-        return measured
+        return measured_by("benchmarks.exact_worker", order, result, ranks=ranks, name=f"{ranks} ranks")
 
 
 def figures_of(aligned: Mapping[str, Any], unaligned: Mapping[str, Any], largest: str) -> Figures:
     """Flat names. Pure."""
     figures: Figures = {}
     for name, found in aligned.items():
-        figures[f"step_{name}_ms"] = round(statistics.median(found["seconds"]) * 1e3, 2)
-        figures[f"step_{name}_ms_min"] = round(min(found["seconds"]) * 1e3, 2)
-        figures[f"step_{name}_ms_max"] = round(max(found["seconds"]) * 1e3, 2)
+        figures |= milliseconds(f"step_{name}", found["seconds"])
         figures[f"peak_{name}_mb"] = round(max(found["peak_bytes"]) / 1e6, 1)
     for size in SIZES:
         for strategy in STRATEGIES:
@@ -133,7 +112,7 @@ def report(figures: Figures, cases: Sequence[Case]) -> None:
     """Print what was measured."""
     rows = []
     for plain, ours in zip(cases[::2], cases[1::2], strict=True):
-        steps = [_time(figures, case.name) for case in (plain, ours)]
+        steps = [spread(figures, f"step_{case.name}") for case in (plain, ours)]
         ratio = float(figures[f"step_{ours.name}_ms"]) / float(figures[f"step_{plain.name}_ms"]) - 1
         peaks = [f"{figures[f'peak_{case.name}_mb']:.0f}" for case in (plain, ours)]
         rows.append([f"{plain.strategy}, {plain.size}", *steps, f"{ratio:+.1%}", *peaks])
@@ -142,8 +121,3 @@ def report(figures: Figures, cases: Sequence[Case]) -> None:
     print_table(f'determinism = "elastic" against "order"; median (least - greatest); {about}', columns, rows)
     for name in ("plain", "aligned", "unaligned"):
         print(f"bytes_over_ring_{name}: {figures[f'bytes_over_ring_{name}']}")
-
-
-def _time(figures: Figures, name: str) -> str:
-    middle, least, greatest = (figures[f"step_{name}_ms{kind}"] for kind in ("", "_min", "_max"))
-    return f"{middle:.0f} ({least:.0f} - {greatest:.0f})"

@@ -69,12 +69,21 @@ def timings(seconds: Mapping[str, Sequence[float]], size: int, suffix: str = "")
     """Median, least and greatest in ms, and MB/s of ``size`` bytes at the median, as flat names."""
     figures: Figures = {}
     for name, each in seconds.items():
-        middle = statistics.median(each)
-        figures[f"{name}_ms{suffix}"] = round(middle * 1e3, 2)
-        figures[f"{name}_ms_min{suffix}"] = round(min(each) * 1e3, 2)
-        figures[f"{name}_ms_max{suffix}"] = round(max(each) * 1e3, 2)
-        figures[f"{name}_mb_per_s{suffix}"] = round(size / 1e6 / middle, 1)
+        figures |= milliseconds(name, each, suffix)
+        figures[f"{name}_mb_per_s{suffix}"] = round(size / 1e6 / statistics.median(each), 1)
     return figures
+
+
+def milliseconds(name: str, seconds: Sequence[float], suffix: str = "") -> Figures:
+    """Median, least and greatest in ms, as flat names."""
+    kinds = {"": statistics.median(seconds), "_min": min(seconds), "_max": max(seconds)}
+    return {f"{name}_ms{kind}{suffix}": round(value * 1e3, 2) for kind, value in kinds.items()}
+
+
+def spread(figures: Figures, name: str, suffix: str = "") -> str:
+    """The same for a table."""
+    middle, least, greatest = (figures[f"{name}_ms{kind}{suffix}"] for kind in ("", "_min", "_max"))
+    return f"{middle:.0f} ({least:.0f} - {greatest:.0f})"
 
 
 def machine() -> Figures:
