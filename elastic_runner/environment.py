@@ -69,7 +69,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         agent_dir=env.get(AGENT_DIR),
         heartbeats=tuple(filter(None, env.get(HEARTBEATS, "").split(os.pathsep))),
-        snapshots=_snapshots(env.get(SNAPSHOTS, ""), local_world),
+        snapshots=_by_local_rank(snapshot_files(env), local_world),
         config_file=env.get(CONFIG_FILE),
         traceback=env.get(TRACEBACK, "0") not in ("", "0"),
     )
@@ -104,11 +104,10 @@ def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     return rank, world, local_rank, local_world
 
 
-def _snapshots(paths: str, local_world: int) -> tuple[tuple[str, ...], ...]:
-    """Paths by local rank; each has as many."""
-    found = tuple(filter(None, paths.split(os.pathsep)))
-    each = len(found) // local_world
-    return tuple(found[rank * each : (rank + 1) * each] for rank in range(local_world)) if each else ()
+def _by_local_rank(files: tuple[str, ...], local_world: int) -> tuple[tuple[str, ...], ...]:
+    """Each rank has as many."""
+    each = len(files) // local_world
+    return tuple(files[rank * each : (rank + 1) * each] for rank in range(local_world)) if each else ()
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

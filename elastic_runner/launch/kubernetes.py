@@ -18,6 +18,7 @@ from typing import Literal
 
 from elastic_runner import paths
 from elastic_runner.errors import ConfigError, ExitCode, SubmitError
+from elastic_runner.launch.schedulers import comment, node_range
 
 RUNS = "/runs"
 """Where the shared volume is mounted."""
@@ -260,7 +261,7 @@ spec:
 def render(job: KubernetesJob, command: Sequence[str], *, made_by: str) -> str:
     """The manifests. ``command``: the script, or -m and a module, and its arguments; ``made_by``: the command line that
     they come from. Raises ConfigError."""
-    least, most = _nodes(job.nodes)
+    least, most = node_range(job.nodes)
     _check(job, command)
     trainer = job.kind == "trainjob"
     texts = {"job": (_JOB, 2), "jobset": (_JOBSET, 10), "trainjob": (_TRAINJOB, 14), "pytorchjob": (_PYTORCHJOB, 8)}
@@ -275,8 +276,7 @@ def render(job: KubernetesJob, command: Sequence[str], *, made_by: str) -> str:
         text, name=job.name, most=most, port=PORT, tries=_TRIES * most,
         job=indent(spec, " " * depth), pod=indent(pod, " " * depth), command=indent(container, "    "),
     )  # fmt: skip
-    commented = made_by.replace("\n", "\n# ")
-    return f"# {commented}\n{body}"
+    return f"{comment(made_by)}\n{body}"
 
 
 def apply(manifests: str) -> str:
@@ -347,14 +347,6 @@ def _check(job: KubernetesJob, command: Sequence[str]) -> None:
         raise ConfigError(
             f"--run-dir {job.run_dir}: a directory below {RUNS}, the shared volume, or a URL such as s3://…"
         )
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if least > most:
-        raise ConfigError(f"--nodes {text}: a number, or MIN:MAX")
-    return least, most
 
 
 def _fill(text: str, **values: object) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_runner.errors import ConfigError, SubmitError
+from elastic_runner.launch.schedulers import comment, node_range
 
 _SUBMITTING = 120.0
 """Seconds for sbatch; a busy controller takes its time."""
@@ -55,7 +56,7 @@ _FILE = """\
 #!/bin/bash
 @options
 
-# @made_by
+@made_by
 # Yours to change: what is above, what prepares a node, the script's line. The rest is the same for every job.
 
 run=@run
@@ -105,7 +106,7 @@ def render(job: SlurmJob, command: Sequence[str], *, made_by: str) -> str:
     """The job file. ``command``: the script, or -m and a module, and its arguments; ``made_by``: the command line that
     makes it again. Raises ConfigError for what cannot work.
     """
-    least, most = _nodes(job.nodes)
+    least, most = node_range(job.nodes)
     if not command:
         raise ConfigError("no script: it comes after '--', with its arguments")
     limit = seconds(job.time)
@@ -120,7 +121,7 @@ def render(job: SlurmJob, command: Sequence[str], *, made_by: str) -> str:
         )
     return _Template(_FILE).substitute(
         options="\n".join(_directive(key, value) for key, value in _options(job).items()),
-        made_by=made_by.replace("\n", "\n# "),
+        made_by=comment(made_by),
         run=quote(job.run_dir),
         no_kill="" if least == most else "--no-kill ",
         nnodes=least if least == most else f"{least}:$SLURM_NNODES",
@@ -132,10 +133,10 @@ def render(job: SlurmJob, command: Sequence[str], *, made_by: str) -> str:
 
 def _options(job: SlurmJob) -> dict[str, str]:
     """For sbatch, in the order of the file; an empty value is a flag's."""
-    least, most = _nodes(job.nodes)
+    least, most = node_range(job.nodes)
     options = {
         "job-name": job_name(job),
-        "nodes": least if least == most else f"{least}-{most}",
+        "nodes": str(least) if least == most else f"{least}-{most}",
         "exclusive": "",
         "time": job.time,
         "signal": f"B:USR1@{job.notice}",
@@ -157,15 +158,6 @@ def _options(job: SlurmJob) -> dict[str, str]:
 
 def _directive(key: str, value: str) -> str:
     return f"#SBATCH --{key}={shlex.quote(value)}" if value else f"#SBATCH --{key}"
-
-
-def _nodes(text: str) -> tuple[str, str]:
-    """Least and most."""
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
-        raise ConfigError(f"--nodes {text}: it is N or MIN:MAX")
-    return least, most
 
 
 _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?")
