@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from elastic_runner.chaos.driver import end_tree, kill_tree
 from elastic_runner.launch.processes import end_descendants
 from elastic_runner.launch.rendezvous.epochs import Epochs
 from elastic_runner.storage import LocalStorage
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).with_name("recovery_script.py")
 TUNED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -79,7 +79,7 @@ class Job:
     def __enter__(self) -> Job:
         scratch = self._directory / "tmp"
         scratch.mkdir(parents=True)
-        command = self.contender.command(self._directory, _free_port())
+        command = self.contender.command(self._directory, free_port())
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), **self.contender.variables}
         for number in range(self.contender.agents):
             with self._log(number).open("wb") as log:
@@ -115,9 +115,3 @@ class Job:
 
     def _log(self, agent: int) -> Path:
         return self._directory / f"agent-{agent}.log"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

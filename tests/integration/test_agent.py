@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from elastic_runner.history import read_ends
 from elastic_runner.launch.processes import descendants
 from elastic_runner.storage import LocalStorage
 from tests.support.agents import LAUNCH, SCRIPT, STEPS, Job
+from tests.support.ports import free_port
 
 FAILS = SCRIPT.replace(
     "        step.optimize()\n",
@@ -87,11 +87,8 @@ def test_torchrun_s_own_rendezvous_is_used_as_well(tmp_path: Path) -> None:
     """c10d, which does not tell by itself that a node waits; what is lost with it is said."""
     script = tmp_path / "script.py"
     script.write_text(COUNTS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [
-        *LAUNCH, "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x",
+        *LAUNCH, "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x",
         str(script), "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip
     agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 
 from elastic_runner.chaos.driver import kill_tree
 from elastic_runner.launch.processes import children
+from tests.support.waiting import eventually
 
 TOOLS = ("unshare", "nsenter")
 pytestmark = pytest.mark.skipif(
@@ -43,19 +43,12 @@ def container(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Pop
     with (directory / "log").open("wb") as log:
         around = subprocess.Popen([*command, "launch", *arguments], stdout=log, stderr=subprocess.STDOUT)
     try:
-        wait(lambda: children(around.pid), "its process")
+        eventually(lambda: children(around.pid), "its process", seconds=60)
         (launcher,) = children(around.pid)
         yield around, launcher
     finally:
         kill_tree(around.pid)
         around.wait()
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"{what} has not come about"
-        time.sleep(0.02)
 
 
 def inside(launcher: int, *command: str) -> str:
@@ -75,9 +68,9 @@ def test_it_reaps_orphans_and_hands_a_signal_on(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     started = tmp_path / "started"
     with container(tmp_path, str(tmp_path / "script.py"), str(started)) as (around, launcher):
-        wait(started.exists, "a worker")
+        eventually(started.exists, "a worker", seconds=60)
         inside(launcher, "sh", "-c", "sleep 0.1 & exit 0")  # as what comes by kubectl exec
-        wait(lambda: sleepers(launcher) == ["S"], "the end of those that have ended")
+        eventually(lambda: sleepers(launcher) == ["S"], "the end of those that have ended", seconds=60, every=0.02)
         os.kill(launcher, signal.SIGTERM)
         assert around.wait(60) == 75, (tmp_path / "log").read_text()
 
@@ -85,7 +78,7 @@ def test_it_reaps_orphans_and_hands_a_signal_on(tmp_path: Path) -> None:
 def test_it_leaves_when_it_is_asked_before_there_are_workers(tmp_path: Path) -> None:
     flags = ("--nnodes=2", "--rdzv-backend=elastic", f"--rdzv-endpoint={tmp_path / 'rendezvous'}", "--rdzv-id=alone")
     with container(tmp_path, *flags, "script.py") as (around, launcher):
-        wait((tmp_path / "rendezvous" / "alone" / "000001.json").exists, "an epoch")
+        eventually((tmp_path / "rendezvous" / "alone" / "000001.json").exists, "an epoch", seconds=60)
         os.kill(launcher, signal.SIGTERM)
         assert around.wait(30) == 75, (tmp_path / "log").read_text()
     assert "interrupted (75): SIGTERM: stopped before there were workers" in (tmp_path / "log").read_text()

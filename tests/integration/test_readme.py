@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from elastic_runner.chaos.driver import launch_command
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import read_summary
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -34,13 +34,6 @@ def test_the_script_trains_to_its_end(script: str, workers: int | None, tmp_path
     assert result.returncode == 0, result.stderr
     summary = read_summary(LocalStorage(tmp_path / "run"))
     assert summary is not None and (summary.status, summary.step) == ("finished", 30)
-
-
-def free_port() -> int:
-    """One that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -22,8 +22,9 @@ from elastic_runner.launch.rendezvous.epochs import Epochs, Record
 from elastic_runner.launch.rendezvous.handler import create_handler
 from elastic_runner.launch.rendezvous.wire import Lines, encode
 from elastic_runner.storage import LocalStorage
-from tests.support.nodes import SHORT, Node, eventually, nodes, together
+from tests.support.nodes import SHORT, Node, nodes, together
 from tests.support.s3 import S3
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from elastic_runner.data.ledger import effective, read_records, tally
 from elastic_runner.launch.slurm import SlurmJob, render
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import read_summary
-from tests.support.slurm import Slurm, running_slurm, wait
+from tests.support.slurm import Slurm, running_slurm
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ class Job:
     def wait(self, condition: Any, what: str, seconds: float = 90.0) -> Any:
         """As long as it takes; what the job has said, if it takes too long."""
         try:
-            return wait(condition, what, seconds)
+            return eventually(condition, what, seconds=seconds, every=0.1)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}\n{self._slurm.job(self.id)}") from None
 
@@ -113,7 +114,7 @@ class Job:
         facts = self.wait(
             lambda: (found := self._slurm.job(job or self.id)).get("JobState") in ENDED and found, "end of the job"
         )
-        wait(lambda: all(self._slurm.quiet(number) for number in self._slurm.nodes), "quiet nodes", 30)
+        eventually(lambda: all(map(self._slurm.quiet, self._slurm.nodes)), "quiet on all nodes", seconds=30, every=0.1)
         return facts["JobState"], facts["ExitCode"]
 
     def assert_complete(self) -> None:
@@ -172,7 +173,7 @@ def test_a_requeue_and_of_a_range_of_nodes_one_is_lost_and_the_others_go_on(slur
     assert slurm.job(job.id)["Restarts"] == "1"
     job.assert_complete()
     slurm.start_node(lost)
-    wait(lambda: slurm.state(lost) == "idle", "node that was lost")
+    eventually(lambda: slurm.state(lost) == "idle", "the node that was lost", seconds=60, every=0.1)
 
 
 def test_of_an_array_one_task_is_noticed_and_one_cancelled_and_a_job_beside_it_is_incurable(

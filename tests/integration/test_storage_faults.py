@@ -10,7 +10,7 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.support.proxy import ALWAYS, DOWN, UP
 from tests.support.s3 import S3
 from tests.support.seaweed import ADMIN, READER, SeaweedFS
 from tests.support.storage_bench import BIG, MB, OPERATIONS, SMALL, WRITES, Bench, copied, run, write
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.s3
 
@@ -98,7 +99,7 @@ def test_a_write_that_was_given_up_does_not_take_effect_later(bench: Bench) -> N
     with pytest.raises(StorageTimeout):
         write(storage, bench.new, BIG)
     bench.proxy.ok()
-    wait_for(lambda: not any("storage write" in each.name for each in threading.enumerate()))
+    eventually(lambda: not any("storage write" in each.name for each in threading.enumerate()))
     assert bench.left() == b"old"
     storage.put(f"{bench.here}/next", b"x")  # and with the network back, it takes away what it could not then
     bench.leaves_no_upload()
@@ -335,10 +336,3 @@ def test_a_store_is_asked_whether_it_creates_exclusively(
     monkeypatch.setattr(overwriting._fs, "pipe_file", lambda at, data, mode="overwrite": pipe_file(at, data))  # type: ignore[attr-defined]
     assert not creates_exclusively(overwriting, "probe")
     assert overwriting.list("") == []
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end, pause = time.monotonic() + seconds, threading.Event()
-    while not condition():
-        assert time.monotonic() < end
-        pause.wait(0.05)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worke
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from elastic_runner.launch.rendezvous.handler import ElasticRendezvous, create_handler
+from tests.support.waiting import eventually
 
 SHORT = {
     "last_call": 0.4,
@@ -22,14 +22,6 @@ SHORT = {
     "rejoin": 5.0,
     "join_timeout": 20.0,
 }
-
-
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "has not come about"
-        time.sleep(0.005)
 
 
 class World(NamedTuple):
@@ -149,4 +141,4 @@ def together(all_nodes: list[Node], seconds: float = 20.0) -> None:
             return False
         return sorted(world.rank for world in worlds if world) == list(range(len(all_nodes)))
 
-    eventually(are, seconds)
+    eventually(are, seconds=seconds)

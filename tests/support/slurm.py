@@ -10,15 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.hosts import Hosts, running_hosts
+from tests.support.waiting import eventually
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "nsenter", "unshare")
 
@@ -96,11 +95,11 @@ class Slurm:
         munged = ["munged", "--foreground", "--force", f"--key-file={root}/munge.key"]
         munged += [f"--socket={root}/munge.socket", f"--pid-file={root}/munged.pid", f"--seed-file={root}/munged.seed"]
         self._daemon("munged", munged)
-        wait(lambda: (root / "munge.socket").exists(), "munged")
+        eventually((root / "munge.socket").exists, "munged", seconds=60)
         self._daemon("slurmctld", [*self._controller, "slurmctld", "-D"])
         for number in self.nodes:
             self.start_node(number)
-        wait(lambda: all(self.state(number) == "idle" for number in self.nodes), "idle nodes")
+        eventually(lambda: all(self.state(n) == "idle" for n in self.nodes), "all nodes idle", seconds=60, every=0.1)
 
     def start_node(self, number: int) -> None:
         """Switch a node on."""
@@ -114,7 +113,7 @@ class Slurm:
         machine = self._machines.pop(number)
         machine.kill()
         machine.wait()
-        wait(lambda: not self.processes(number), "end of a node's processes")
+        eventually(lambda: not self.processes(number), "the end of a node's processes", seconds=60, every=0.1)
 
     def stop(self) -> None:
         """Whatever was started."""
@@ -183,15 +182,6 @@ def name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def wait(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """The first true value of the condition."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, f"no {what} after {seconds:g} s"
-        time.sleep(0.1)
-    return value
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_runner.config import DataConfig
 from elastic_runner.data.loader import ElasticLoader
@@ -20,17 +20,7 @@ from elastic_runner.data.sampler import ElasticSampler, ShardIndices
 from elastic_runner.data.source import to_device
 from elastic_runner.errors import ConfigError, Mismatch
 from tests.support.place import SoloPlace
-
-
-class Numbers(Dataset[torch.Tensor]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
+from tests.support.simulated_run import Numbers
 
 
 def take(loader: ElasticLoader, steps: int, *, first_step: int = 1) -> list[int]:
