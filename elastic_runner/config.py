@@ -196,6 +196,20 @@ class SnapshotConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrackingConfig:
+    """Curves in other tools, told from global rank 0, with the optimizer step as the only unit. Servers and keys come
+    from the tools' own environment variables."""
+
+    trackers: tuple[str, ...] = ()
+    """tensorboard (files in the run directory), mlflow, wandb, or a "module:attribute" of your own: see
+    elastic_runner/tracking/protocol.py."""
+    project: str | None = None
+    """What mlflow (experiment) and wandb group runs by. None: by their own default."""
+    name: str | None = None
+    """The run's name there. None: the last part of run_dir."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TimeoutConfig:
     """Deadlines in seconds, one per phase. Past one, the launcher gathers the stacks of all ranks and restarts them;
     without ``elastic-runner launch`` the process prints its own and leaves, to be restarted."""
@@ -218,6 +232,8 @@ class TimeoutConfig:
     """Leaving the process groups; and, when the program ends by an error, what a save that is going on is given."""
     storage: Seconds = 300
     """One storage operation, retries included."""
+    tracking: Seconds = 30
+    """How long the end of an attempt waits for trackers to take what is left; no more than half of ``teardown``."""
     learned_factor: Annotated[float, Ge(0)] = 10
     """A step may take so many times the longest of the last steps (a thousand at least), and no more than
     timeouts.step. 0: only timeouts.step counts."""
@@ -252,6 +268,8 @@ class RunConfig:
     """Saving and restoring."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     """Copies in memory."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Curves in other tools."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     """Deadlines per phase."""
 

@@ -11,6 +11,9 @@ ATTEMPTS = "attempts"
 LEDGER = "ledger"
 CHECKPOINTS = "checkpoints"
 EVIDENCE = "evidence"
+RUN = "run.json"
+TRACKERS = "trackers"
+TENSORBOARD = "tensorboard"
 
 _ATTEMPT = re.compile(r"^(\d{6})\.json$")
 _STEP = re.compile(r"^step-(\d+)$")
@@ -56,6 +59,21 @@ def evidence(attempt: int, node: str) -> str:
 def ledger_segment(attempt: int, segment: int) -> str:
     """One append-only piece of an attempt's ledger."""
     return f"{LEDGER}/{attempt:06d}-{segment:06d}.jsonl"
+
+
+def tracker(name: str) -> str:
+    """What a tracker has been told, for the next attempt."""
+    return f"{TRACKERS}/{name}.json"
+
+
+def events_of(attempt: int) -> str:
+    """How the names of an attempt's event files begin, below ``tensorboard/``."""
+    return f"events.out.tfevents.{attempt:010d}-"
+
+
+def events(attempt: int, segment: int) -> str:
+    """One of TensorBoard's event files; it looks for "tfevents" in the name, and reads them in order of names."""
+    return f"{TENSORBOARD}/{events_of(attempt)}{segment:06d}"
 
 
 def step_directory(step: int) -> str:
