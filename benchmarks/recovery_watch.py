@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_runner import paths
-from elastic_runner.data.ledger import Record, effective, read_records
+from elastic_runner.data.ledger import Record, read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.errors import NotFound
 from elastic_runner.storage import LocalStorage
 from elastic_runner.worker.attempt import attempts

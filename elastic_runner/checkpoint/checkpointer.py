@@ -160,7 +160,7 @@ class Checkpointer:
         self._say(f"restored step {manifest.step} ({manifest.format}, by {manifest.world_size} ranks{doubt})")
         self._parts.step = self._saved_step = manifest.step
         self._origin = manifest.path
-        self._worker.restored(manifest.path)
+        self._worker.restored(manifest.path, attempt=manifest.attempt, step=manifest.step)
         self._worker.snapshots.clear()  # they are of a course that the run does not take
 
     def _restore_from_memory(self, newer_than: int, distrusted: int, loader: Loader) -> int | None:
@@ -182,9 +182,9 @@ class Checkpointer:
         head = offer.head
         self._say(f"restored step {head.step} from memory (by {head.world_size} ranks, attempt {head.attempt})")
         self._parts.step, self._saved_step, self._origin = head.step, None, head.origin
-        self._worker.restored(head.origin, in_memory=True)
+        self._worker.restored(head.origin, attempt=head.attempt, step=head.step, in_memory=True)
         self._worker.snapshots.went_on(head)
-        self._coordinator.once("restore: ledger", lambda: self._worker.recovered(offer.lines, head.step))
+        self._coordinator.once("restore: ledger", lambda: self._worker.recovered(offer.lines))
         if head.step % self._config.every == 0 or head.step >= self._worker.target:
             self._begin({}, wait=False)  # it was due when the attempt ended
 

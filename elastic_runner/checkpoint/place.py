@@ -42,12 +42,13 @@ class CheckpointPlace(Place, CommitPlace, Protocol):
     snapshots: Snapshots
     """Copies in the node's memory."""
 
-    def restored(self, path: str | None, *, in_memory: bool = False) -> None:
-        """The run goes on from the checkpoint with this manifest, or from a later snapshot ``in_memory``."""
+    def restored(self, path: str | None, *, attempt: int, step: int, in_memory: bool = False) -> None:
+        """The run goes on from the checkpoint with this manifest, or from a later snapshot ``in_memory``: from what
+        ``attempt`` had at ``step``."""
         ...
 
-    def recovered(self, lines: bytes, step: int) -> None:
-        """On rank 0: these ledger lines came with the snapshot of ``step``; put on record those that are not there."""
+    def recovered(self, lines: bytes) -> None:
+        """On rank 0: these ledger lines came with what was restored; put on record those that are not there."""
         ...
 
     def distrusted(self) -> int:

@@ -29,7 +29,7 @@ class AuditArguments(Reading):
 
     Steps, resumes, batch size, positions and digests of sample ids are checked against the order computed again. Exit
     code 0: all of it is proven. 1: something is wrong (refuted, in JSON), or the record does not suffice (open), as of
-    streams and of ledgers without digests. The run may go on meanwhile.
+    streams, of ledgers without digests and of what came before an imported state. The run may go on meanwhile.
     """
 
     run_dir: tyro.conf.Positional[str]

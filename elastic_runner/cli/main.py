@@ -1,24 +1,14 @@
-"""The command line: verbs and what they print; what they do is elsewhere."""
+"""The command line: its verbs. Each imports what it needs, so that a launcher hears signals from its first moment."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-import time
 import traceback
-from dataclasses import asdict, dataclass
 
-import tyro
-from rich.console import Console
-from rich.table import Table
-
-from elastic_runner.cli.audit import audit
-from elastic_runner.cli.checkpoint import Reading, checkpoint
-from elastic_runner.cli.submit import submit
 from elastic_runner.environment import TRACEBACK
-from elastic_runner.errors import ElasticRunnerError, ExitCode, NotFound
+from elastic_runner.errors import ElasticRunnerError, ExitCode
 
 HELP = """elastic-runner keeps PyTorch training going.
 
@@ -28,6 +18,7 @@ verbs:
   demo                                                train on real text, kill a worker, resume, report
   status RUN_DIR                                      what a run has come to
   audit RUN_DIR                                       prove from its ledger that each sample was used once (code 1: not)
+  metrics RUN_DIR                                     its numbers as JSON lines, each step once
   checkpoint ls|verify URL                            list checkpoints, or check every byte of them
   checkpoint inspect URL[@STEP]                       what one holds: tensors, optimizer, positions
   checkpoint diff A[@STEP] B[@STEP]                   what two differ in, to the last bit (code 1: they do)
@@ -43,25 +34,18 @@ exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or 
 'elastic-runner VERB --help' says more. ELASTIC_RUNNER_TRACEBACK=1 shows whole tracebacks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatusArguments(Reading):
-    """What a run has come to: its summary, with counts made anew from the ledger."""
-
-    run_dir: tyro.conf.Positional[str]
-    """The run directory, a path or fsspec URL."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     verbs = {
         "launch": _launch,
-        "submit": submit,
+        "submit": _submit,
         "demo": _demo,
         "status": _status,
-        "audit": audit,
-        "checkpoint": checkpoint,
+        "audit": _audit,
+        "metrics": _metrics,
+        "checkpoint": _checkpoint,
     }
     if verb in ("-h", "--help", "help"):
         print(HELP)
@@ -83,39 +67,48 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
-    from elastic_runner.launch.early import leave_when_asked
+    from elastic_runner.launch.early import leave_at_once, leave_when_asked
+
+    leave_at_once()
+    from elastic_runner.launch.launcher import launch  # and torch: seconds
 
     leave_when_asked()
-    from elastic_runner.launch.launcher import launch
-
     return launch(arguments)
 
 
+def _submit(arguments: list[str]) -> int:
+    from elastic_runner.cli.submit import submit
+
+    return submit(arguments)
+
+
 def _demo(arguments: list[str]) -> int:
+    import tyro
+
     from elastic_runner.chaos.demo import DemoConfig, run_demo
 
     return run_demo(tyro.cli(DemoConfig, prog="elastic-runner demo", args=arguments))
 
 
 def _status(arguments: list[str]) -> int:
-    from elastic_runner.data.ledger import count, read_records
-    from elastic_runner.storage import open_storage
-    from elastic_runner.train.record import read_summary
+    from elastic_runner.cli.status import status
 
-    wanted = tyro.cli(StatusArguments, prog="elastic-runner status", args=arguments)
-    storage = open_storage(wanted.run_dir, wanted.options)
-    summary = read_summary(storage)
-    if summary is None:
-        raise NotFound(f"{storage.url} holds no run: there is no summary.json")
-    led_here, lost = count(lambda: read_records(storage))
-    counts = {**{k: v for k, v in asdict(led_here).items() if not k.startswith("_")}, "lost": lost}
-    if wanted.json:
-        print(json.dumps({"summary": asdict(summary), "ledger": counts}))
-        return ExitCode.FINISHED
-    table = Table(title=storage.url, title_justify="left", show_header=False, box=None)
-    for name, value in asdict(summary).items():
-        text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if name == "updated" else value
-        table.add_row(name.replace("_", " "), str(text))
-    table.add_row("by the ledger", ", ".join(f"{name} {value}" for name, value in counts.items()))
-    Console().print(table)
-    return ExitCode.FINISHED
+    return status(arguments)
+
+
+def _audit(arguments: list[str]) -> int:
+    from elastic_runner.cli.audit import audit
+
+    return audit(arguments)
+
+
+def _metrics(arguments: list[str]) -> int:
+    from elastic_runner.cli.metrics import metrics
+
+    return metrics(arguments)
+
+
+def _checkpoint(arguments: list[str]) -> int:
+    from elastic_runner.cli.checkpoint import checkpoint
+
+    return checkpoint(arguments)

@@ -7,13 +7,13 @@ were lost at a restart and done again are counted, not judged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from elastic_runner.data.claims import Batch, Coverage, Finding, Line, Order, Rates, Resumes, Step, Steps, Verdict
 from elastic_runner.data.coverage import Portion
-from elastic_runner.data.ledger import Record, is_start, limits, marked
+from elastic_runner.data.ledger import Record
+from elastic_runner.data.lineage import Lineage, from_outside, is_start
 from elastic_runner.data.skips import START, Skip, begins
 
 
@@ -56,13 +56,11 @@ class Audit:
 def audit(read: Callable[[], Iterable[Record]]) -> Audit:
     """Judge the records that ``read`` gives.
 
-    It is called twice, so that a ledger need not fit into memory. What a run that goes on has added by the second time
-    is left for the next audit.
+    It is called twice, so that a ledger need not fit into memory. Attempts that have begun by the second time are left
+    for the next audit.
     """
-    counted = _Counted(read())
-    known = limits(counted)
-    auditor = _Auditor()
-    for record, led in marked(islice(read(), counted.count), known):
+    lineage, auditor = Lineage(read()), _Auditor()
+    for record, led, _ in lineage.marked(read()):
         if is_start(record):
             auditor.start(record, led)
         elif record.get("event") == "step":
@@ -70,19 +68,6 @@ def audit(read: Callable[[], Iterable[Record]]) -> Audit:
         elif (skip := Skip.of(record)) is not None:
             auditor.skip(skip)
     return auditor.result()
-
-
-class _Counted:
-    """Records, and how many there were."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._records = records
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Record]:
-        for record in self._records:
-            self.count += 1
-            yield record
 
 
 class _Auditor:
@@ -107,7 +92,7 @@ class _Auditor:
             self._place_known = resumed_at == self._at
             self._at, self._resumed = resumed_at, True
             for judge in self._judges:
-                judge.start(attempt, resumed_at)
+                judge.start(attempt, resumed_at, imported=from_outside(record))
 
     def skip(self, skip: Skip) -> None:
         """From now on this global batch is passed over."""

@@ -103,8 +103,8 @@ class Judge(ABC):
         self._faults: list[str] = []
         self._count = 0
 
-    def start(self, attempt: int, resumed_at: int) -> None:  # noqa: B027 - most judges pass over it
-        """An attempt went on after step ``resumed_at``."""
+    def start(self, attempt: int, resumed_at: int, *, imported: bool) -> None:  # noqa: B027 - most judges pass over it
+        """An attempt went on after step ``resumed_at``; ``imported``: with a state of which the record has nothing."""
 
     @abstractmethod
     def step(self, step: Step) -> None:
@@ -141,11 +141,13 @@ class Steps(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._at = 0
+        self._at = self._imported = 0
 
-    def start(self, attempt: int, resumed_at: int) -> None:
+    def start(self, attempt: int, resumed_at: int, *, imported: bool) -> None:
         """A gap before it is a fault of the resume."""
         self._at = resumed_at
+        if imported:
+            self._imported = resumed_at
 
     def step(self, step: Step) -> None:
         """Its number is the next one."""
@@ -158,7 +160,8 @@ class Steps(Judge):
         self._at = number
 
     def _seen(self) -> tuple[str, bool]:
-        return f"up to step {self._at:,}", self._at > 0
+        before = f", but for those up to step {self._imported:,}: imported" if self._imported else ""
+        return f"up to step {self._at:,}{before}", self._at > 0 and not self._imported
 
 
 class Resumes(Judge):
@@ -168,12 +171,13 @@ class Resumes(Judge):
 
     def __init__(self) -> None:
         super().__init__()
-        self._at = self._attempt = self._resumes = 0
+        self._at = self._attempt = self._resumes = self._imported = 0
 
-    def start(self, attempt: int, resumed_at: int) -> None:
+    def start(self, attempt: int, resumed_at: int, *, imported: bool) -> None:
         """It rests on the newest step of the record."""
         self._rise(attempt, f"attempt {attempt} starts")
-        if resumed_at != self._at:
+        self._imported += imported
+        if resumed_at != self._at and not imported:
             self.fault(f"attempt {attempt} resumed after step {resumed_at}, but the record ends at step {self._at}")
         self._resumes += resumed_at > 0
         self._at = resumed_at
@@ -194,7 +198,8 @@ class Resumes(Judge):
         self._attempt = attempt
 
     def _seen(self) -> tuple[str, bool]:
-        return f"{self._resumes:,} resume{'s' * (self._resumes != 1)}", True
+        first = ", the first of an imported state" if self._imported else ""
+        return f"{self._resumes:,} resume{'s' * (self._resumes != 1)}{first}", not self._imported
 
 
 class Batch(Judge):
@@ -235,6 +240,13 @@ class Coverage(Judge):
         self._policies: set[Any] = set()
         self._seeds: set[int | None] = set()
         self._largest = 0
+        self._imported = False
+        self._unknown = (0, 0)
+        """Epoch and position before which an imported state may have used anything."""
+
+    def start(self, attempt: int, resumed_at: int, *, imported: bool) -> None:
+        """An imported state goes on somewhere in the data."""
+        self._imported |= imported
 
     def skip(self, skip: Skip) -> None:
         """It is no fault, once the run has passed it."""
@@ -243,7 +255,11 @@ class Coverage(Judge):
     def step(self, step: Step) -> None:
         """Its positions lie within the epoch; whether they were used before is judged at the end."""
         line = step.line
-        self.epochs.setdefault(line.epoch, EpochUse()).take(line.first, line.last, line.padded)
+        use = self.epochs.setdefault(line.epoch, EpochUse())
+        if self._imported and step.before is None:
+            self._unknown = line.epoch, line.first
+            use.used.add(0, line.first)
+        use.take(line.first, line.last, line.padded)
         if step.before is not None and step.before.length != line.length:
             self.fault(f"step {line.step}: the dataset has {line.length} samples, before {step.before.length}")
         self._lengths[line.length] = None
@@ -262,7 +278,8 @@ class Coverage(Judge):
         length = next(iter(self._lengths), None)
         if length is not None:
             seed = next(iter(self._seeds)) if len(self._seeds) == 1 else None
-            found = portions(self.epochs, length=length, batch=self._largest, pads=self._policies == {"pad"}, seed=seed)
+            pads, begins = self._policies == {"pad"}, self._unknown[0]
+            found = portions(self.epochs, length=length, batch=self._largest, pads=pads, seed=seed, begins=begins)
             self.portions = joined(found)
         for each in self.portions:
             if each.is_fault:
@@ -271,10 +288,11 @@ class Coverage(Judge):
 
     def _place_skips(self) -> None:
         newest = max(self.epochs, default=-1)
+        end = newest, self.epochs[newest].used.end if self.epochs else 0
         for skip in self._skips:
             if skip.last - skip.first > self._largest > 0:
                 self.fault(f"a skip of {skip.last - skip.first} samples is on record, more than a global batch has")
-            elif skip.epoch < newest or (skip.epoch == newest and skip.first < self.epochs[newest].used.end):
+            elif self._unknown <= (skip.epoch, skip.first) < end:
                 self.epochs.setdefault(skip.epoch, EpochUse()).skips.append(skip)
 
     def _seen(self) -> tuple[str, bool]:
@@ -283,14 +301,17 @@ class Coverage(Judge):
         if None in self._lengths:
             return "streams: how many samples an epoch has is not on record", False
         newest, length = max(self.epochs), next(iter(self._lengths)) or 0
-        end = self.epochs[newest].used.end
+        end, (epoch, position) = self.epochs[newest].used.end, self._unknown
         ended = end >= length or any(p.kind == "dropped" and p.last_epoch == newest for p in self.portions)
-        whole = len(self.epochs) - (not ended)
+        whole = sum((each, 0) >= self._unknown and (each < newest or ended) for each in self.epochs)
         words = [f"{whole:,} whole epoch{'s' * (whole != 1)} of {length:,} samples"] * bool(whole)
-        words += [f"{end:,} of the {length:,} samples of epoch {newest}"] * (not ended)
+        used = end - (position if epoch == newest else 0)
+        words += [f"{used:,} of the {length:,} samples of epoch {newest}"] * (not ended)
         skipped = sum(p.in_all for p in self.portions if p.kind == "skipped" and not p.is_fault)
         words += [f"but for {skipped:,} skipped on record"] * bool(skipped)
-        return ", ".join(words), True
+        unknown = self._unknown > (0, 0)
+        words += [f"what was used before position {position:,} of epoch {epoch} is not on record"] * unknown
+        return ", ".join(words), not unknown
 
 
 class Order(Judge):

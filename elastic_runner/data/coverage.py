@@ -69,11 +69,12 @@ class EpochUse:
 
 
 def portions(
-    epochs: Mapping[int, EpochUse], *, length: int, batch: int, pads: bool, seed: int | None
+    epochs: Mapping[int, EpochUse], *, length: int, batch: int, pads: bool, seed: int | None, begins: int = 0
 ) -> Iterator[Portion]:
     """What was not used once, by epoch; of the newest epoch, only what was passed over so far.
 
-    ``batch``: the largest global batch; ``pads``: no tail is ever dropped; ``seed``: None where it is not known.
+    ``batch``: the largest global batch; ``pads``: no tail is ever dropped; ``seed``: None where it is not known;
+    ``begins``: the first epoch of which anything is known.
     """
 
     def portion(kind: Kind, runs: list[Run], *span: int, count: int | None = None, reason: str = "") -> Portion:
@@ -90,7 +91,7 @@ def portions(
         )
 
     numbers = sorted(epochs)
-    for before, epoch in pairwise([-1, *numbers]):
+    for before, epoch in pairwise([begins - 1, *numbers]):
         if epoch > before + 1:
             yield portion("skipped", [(0, length)], before + 1, epoch - 1)
         use = epochs[epoch]

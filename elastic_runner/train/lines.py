@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from elastic_runner.data.ledger import Record
 
@@ -57,9 +57,9 @@ class StepLines:
         return b"".join(line for _, line in self._recent)
 
 
-def missing(recovered: bytes, records: Iterable[Record], resumed_at: int) -> Iterator[Record]:
-    """Of lines that came with a snapshot of step ``resumed_at``, those that are not among ``records``. Pure."""
-    last = max((record["step"] for record in records if record.get("event") == "step"), default=0)
+def missing(recovered: bytes, last: int, resumed_at: int) -> Iterator[Record]:
+    """Of lines that came with a snapshot of step ``resumed_at``, those that are not on record: it ends with the
+    attempt's step ``last``. Pure."""
     for line in recovered.splitlines():
         record = json.loads(line)
         if last < record["step"] <= resumed_at:

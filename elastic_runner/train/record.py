@@ -10,30 +10,49 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from elastic_runner import paths
 from elastic_runner.config import ReplayPolicy
-from elastic_runner.data.ledger import LedgerWriter, Record, Tally, effective, read_records, tally
+from elastic_runner.data.ledger import LedgerWriter, Record, read_records
+from elastic_runner.data.lineage import OUTSIDE, Lineage, Origin
 from elastic_runner.data.skips import Skip, recorded
+from elastic_runner.data.tally import Tally
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
+from elastic_runner.tracking.feed import History
+from elastic_runner.tracking.trackers import Trackers
 from elastic_runner.train.lines import StepLines, missing
-from elastic_runner.train.replay import Divergence, Done, Replay, done_beyond
+from elastic_runner.train.replay import Divergence, Replay, done_beyond
 
 log = logging.getLogger(__name__)
 
 
-class _Past(NamedTuple):
-    resumed_at: int
-    records: list[Record]
-    """What led there."""
-    lost: int
-    """Steps that did not."""
-    done: dict[int, Done]
-    """What is on record of those that come next."""
+@dataclass(kw_only=True)
+class _Past:
+    """What led to the state that the attempt begins with."""
+
+    tally: Tally = field(default_factory=Tally)
+    """Its steps."""
+    lost: int = 0
+    """Steps that did not lead there."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What the summary says of the newest step and evaluation."""
+
+    def add(self, record: Record, *, led: bool) -> None:
+        """The next one."""
+        event = record.get("event")
+        if not led:
+            self.lost += event == "step"
+            return
+        self.tally.add(record)
+        if event == "evaluation":
+            self.summary |= {"validation": record["metrics"], "validation_step": record["step"]}
+        elif event == "step":
+            self.summary["train_loss"] = record["loss"]
 
 
 class RunRecord:
@@ -46,6 +65,9 @@ class RunRecord:
         """Lines of steps that may have to wait."""
         self.divergence: Divergence | None = None
         """What came to something else when it was done again; known on global rank 0."""
+
+    def restored(self, attempt: int, step: int) -> None:
+        """The attempt goes on from a state that ``attempt`` had at ``step``; OUTSIDE: an imported one."""
 
     def start(self, resumed_at: int, facts: Mapping[str, Any], *, replay: ReplayPolicy = "off") -> None:
         """The attempt continues after step ``resumed_at``. ``replay``: as in the configuration."""
@@ -69,8 +91,8 @@ class RunRecord:
         """The model after ``step`` was evaluated."""
         self.lines.add({"event": "evaluation", "step": step, "metrics": _as_json(metrics)})
 
-    def recover(self, lines: bytes, resumed_at: int) -> None:
-        """The attempt continues from a snapshot that these came with: put on record what is not there."""
+    def recover(self, lines: bytes) -> None:
+        """These came with what was ``restored``: put on record what is not there."""
 
     def saving(self) -> None:
         """A checkpoint is about to be written: what is on record must not be younger than it. Called beside steps."""
@@ -101,12 +123,17 @@ class MainRecord(RunRecord):
     Threads may call it at once.
     """
 
-    def __init__(self, storage: Storage, *, attempt: int, target_step: int, restarts: int) -> None:
+    def __init__(
+        self, storage: Storage, *, attempt: int, target_step: int, restarts: int, trackers: Trackers | None = None
+    ) -> None:
         super().__init__(storage, attempt=attempt)
         self._ledger = LedgerWriter(storage, attempt)
-        self.lines = StepLines(self._ledger.append, attempt)
-        self._read: list[Record] | None = None
-        self._past: _Past | None = None
+        self._trackers = trackers
+        self.lines = StepLines(self._commit, attempt)
+        self._lineage: Lineage | None = None
+        """As it was read for this start."""
+        self._state = Origin(OUTSIDE, 0)
+        """What the program has: built anew, restored, or trained."""
         self._replay: Replay | None = None
         self._tally: Tally | None = None
         self._lock = threading.RLock()
@@ -117,43 +144,65 @@ class MainRecord(RunRecord):
         self._set(status="running", attempt=attempt, target_step=target_step, restarts=restarts, message="")
         self._publish()
 
+    def restored(self, attempt: int, step: int) -> None:
+        """The ledger will say so."""
+        self._state = Origin(attempt, step)
+
     def start(self, resumed_at: int, facts: Mapping[str, Any], *, replay: ReplayPolicy = "off") -> None:
         """Count what led here, then open the ledger of this attempt."""
         self.lines.hold(False)  # the program went back on its own: what was done since is on record as lost
-        past, self._past = self._past, None
-        if past is None or past.resumed_at != resumed_at:
-            past = self._look_back(resumed_at)
-        counts = tally(past.records)
+        self._ledger.flush()  # what is counted is what can be read
+        if self._state.step != resumed_at:
+            self._state = Origin(None, resumed_at)  # restored by the program itself
+        start = {"event": "start", "resumed_at": resumed_at, "rests_on": self._state.attempt, **facts}
+        past = _Past()
+        done = done_beyond(self._look_back(past), resumed_at)
+        past.tally.add(start)
         with self._lock:
-            self._tally = counts
+            self._tally = past.tally
         self.divergence = self._replay = None
-        if replay != "off" and past.done:
-            self._replay = Replay(past.done, dict(facts), stops=replay == "stop")
-        self._set(step=resumed_at, lost_steps=past.lost)
-        for record in past.records:
-            if record["event"] == "evaluation":
-                self._set(validation=record["metrics"], validation_step=record["step"])
-            elif record["event"] == "step":
-                self._set(train_loss=record["loss"])
-        self._append({"event": "start", "resumed_at": resumed_at, **facts})
+        if replay != "off" and done:
+            self._replay = Replay(done, dict(facts), stops=replay == "stop")
+        self._set(step=resumed_at, lost_steps=past.lost, **past.summary)
+        self._append(start)
         self._publish()
+        if self._trackers is not None:
+            self._trackers.begin(self._history(self._state))
 
-    def recover(self, lines: bytes, resumed_at: int) -> None:
+    def _history(self, origin: Origin) -> History:
+        def course() -> Iterator[Record]:
+            placed = Lineage(read_records(self._storage)).marked(read_records(self._storage), origin)
+            return (one.record for one in placed if one.led)
+
+        return History(course, lambda: read_records(self._storage))
+
+    def _commit(self, line: Record) -> None:
+        """Of a step or an evaluation."""
+        self._ledger.append(line)
+        if self._trackers is not None:
+            self._trackers.tell(line)
+
+    def recover(self, lines: bytes) -> None:
         """Put on record what is not there, before the attempt's own first line."""
-        past = self._past = self._look_back(resumed_at)
-        for line in list(missing(lines, past.records, resumed_at)):
+        attempt, step = self._state
+        self._lineage = self._lineage or Lineage(read_records(self._storage))
+        for line in self._lineage.through(missing(lines, self._lineage.reached(attempt or OUTSIDE), step)):
             self._ledger.append(line)
-            past.records.append(line)
 
-    def _look_back(self, resumed_at: int) -> _Past:
-        everything, self._read = self._read, None  # read once: it may be long
-        everything = list(read_records(self._storage)) if everything is None else everything
-        records, lost = effective(everything, resumed_at)
-        return _Past(resumed_at, records, lost, done_beyond(everything, resumed_at))
+    def _look_back(self, past: _Past) -> Iterator[Record]:
+        """Count what led here, and give what steps done again may be compared with. A ledger need not fit into memory,
+        and on an object store each reading takes long: there are two of them."""
+        lineage = self._lineage or Lineage(read_records(self._storage))
+        self._lineage = None
+        for record, led, other in lineage.marked(read_records(self._storage), self._state):
+            past.add(record, led=led)
+            if not other:
+                yield record
 
     def step(self, record: dict[str, Any]) -> None:
         """Add a line; the summary follows at the next save."""
         record = {"event": "step", **_as_json(record)}
+        self._state = Origin(self._attempt, record["step"])
         if self._replay is not None:
             self._replay.compare(record)
             if self._replay.over:
@@ -178,16 +227,14 @@ class MainRecord(RunRecord):
 
     def skips(self) -> list[Skip]:
         """Read the ledger for them."""
-        self._read = list(read_records(self._storage))
-        return recorded(self._read)
+        self._lineage = Lineage()
+        return recorded(self._lineage.through(read_records(self._storage)))
 
     def skip(self, skip: Skip) -> None:
         """Put it on record, durably: no later attempt may come to another decision. Raises StorageError."""
         log.warning("epoch %d, positions %d to %d: skipped: %s", skip.epoch, skip.first, skip.last - 1, skip.reason)
         self._append(skip.record())
         self._ledger.flush()
-        if self._read is not None:
-            self._read.append(skip.record())
 
     def replicas_differ(self, event: Record) -> None:
         """Add it: what is on record of the steps since the last agreement is not to be relied on."""
@@ -207,6 +254,8 @@ class MainRecord(RunRecord):
     def committed(self, step: int) -> None:
         """Renew the summary."""
         self._publish_if_possible()
+        if self._trackers is not None:
+            self._trackers.saved()
 
     def not_saved(self, *, skipped: bool) -> None:
         """Count it; the summary tells it when it is renewed."""
@@ -221,6 +270,8 @@ class MainRecord(RunRecord):
             self.lines.hold(False)
         self._set(status=status, message=message)
         self._publish()
+        if self._trackers is not None:
+            self._trackers.end(status, wait=status != "failed")  # the next attempt is not to be kept waiting
 
     def fail(self, message: str, *, consequence: bool) -> None:
         """Close as failed; the reason of the rank that failed first is kept. Lines that wait are not put on record."""
@@ -266,7 +317,13 @@ class MainRecord(RunRecord):
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """JSON knows no NaN and no infinity: null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+    def known(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _as_json(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: known(value) for name, value in values.items()}
 
 
 def read_summary(storage: Storage) -> RunSummary | None:

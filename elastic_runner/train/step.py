@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
@@ -61,11 +61,14 @@ class StepResult:
     """Loss scale; 1 unless fp16."""
     updated: bool
     """False when a gradient was not finite and the update was skipped."""
+    metrics: dict[str, float]
+    """Means over the global batch of what was given to ``Step.log``, weighted like the loss."""
 
 
 class _Totals(NamedTuple):
     loss: float
     units: float
+    metrics: dict[str, float]
     samples: str | None
     """Digest of the global batch's sample ids; None where they have none."""
     rng: str
@@ -98,6 +101,7 @@ class Step:
         # ranks must hear of.
         self._totals = torch.zeros(4 * self._shards + 2, dtype=torch.float64)
         self._of_shards = self._totals[:-2].view(4, self._shards)
+        self._logged: dict[int, dict[str, float]] = {}
         self._host_rng = host_generators()
         self._numbered = True
         self._current: Microbatch | None = None
@@ -163,6 +167,21 @@ class Step:
             self._of_shards[:, self._current.shard] = torch.tensor(found, dtype=torch.float64)
         self._done += 1
 
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Put more on record of this microbatch than its loss, such as an accuracy: means over its samples or tokens.
+
+        The step's line in the ledger, ``result`` and trackers get the means over the global batch, which are the same
+        at every world size. Raises LoopError outside of ``microbatches``, or for what is not a number.
+        """
+        if self._current is None:
+            raise LoopError(f"step {self.number}: step.log belongs inside 'for batch in step.microbatches()'")
+        try:
+            numbers = {name: float(value) for name, value in values.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise LoopError(f"step {self.number}: step.log takes numbers: {error}") from None
+        if not self._extra:
+            self._logged.setdefault(self._current.shard, {}).update(numbers)
+
     def optimize(self) -> StepResult:
         """Clip, step optimizer and schedule, clear gradients, commit the data. Collective.
 
@@ -173,7 +192,7 @@ class Step:
                 f"step {self.number}: {self._done} of {self._turns} microbatches had their backward before optimize"
             )
         self._place.progress()
-        loss, units, samples, rng = self._reduce_totals()
+        loss, units, metrics, samples, rng = self._reduce_totals()
         parameters = [p for g in self._state.optimizer.param_groups for p in g["params"] if p.grad is not None]
         # Losses were weighted against global_batch units; tokens and the loss scale are put right here.
         factor = self._config.data.global_batch / units / self._scale()
@@ -198,9 +217,12 @@ class Step:
         self._state.optimizer.zero_grad(set_to_none=True)
         self._state.step = self.number
         self._state.data.commit()
-        self.result = StepResult(loss=loss, grad_norm=norm, lr=lr, scale=scale, updated=finite)
+        self.result = StepResult(loss=loss, grad_norm=norm, lr=lr, scale=scale, updated=finite, metrics=metrics)
         seen = {"digest": samples, "rng": rng, "world": self._place.coordinator.world_size}
-        self._place.record.step({"step": self.number, **asdict(self.span), **asdict(self.result), **seen})
+        line = {"step": self.number, **asdict(self.span), **asdict(self.result), **seen}
+        if not metrics:
+            del line["metrics"]
+        self._place.record.step(line)
         return self.result
 
     def _reduce_totals(self) -> _Totals:
@@ -208,7 +230,8 @@ class Step:
         # the loss does not depend on the world size. What is agreed at the end of a step travels along.
         self._totals[-2] = float(self._place.save_ended)
         self._totals[-1] = float(self._place.stop_requested)
-        totals = self._place.coordinator.sum(f"step {self.number}", self._totals)
+        said = self._place.coordinator.gather(f"step {self.number}", (self._totals, self._logged))
+        totals = torch.stack([numbers for numbers, _ in said]).sum(0)
         losses, units, samples, rngs = totals[:-2].view(4, self._shards).tolist()
         self.save_ended = totals[-2].item() > 0
         self.draining = totals[-1].item() > 0
@@ -218,6 +241,7 @@ class Step:
         return _Totals(
             loss=sum(loss * unit for loss, unit in zip(losses, units, strict=True)) / total,
             units=total,
+            metrics=_means({shard: values for _, logged in said for shard, values in logged.items()}, units),
             samples=batch_digest([int(digest) for digest in samples]) if self._numbered else None,
             rng=batch_digest([self._host_rng, *(int(digest) for digest in rngs)]),
         )
@@ -235,6 +259,16 @@ class Step:
 
     def _scale(self) -> float:
         return self._state.scaler.scale if self._config.training.precision == "fp16" else 1.0
+
+
+def _means(logged: Mapping[int, Mapping[str, float]], units: Sequence[float]) -> dict[str, float]:
+    """Of what was logged, by shard: weighted by the shards' units and added in their order."""
+    sums: dict[str, tuple[float, float]] = {}
+    for shard in sorted(logged):
+        for name, value in logged[shard].items():
+            total, weight = sums.get(name, (0.0, 0.0))
+            sums[name] = total + value * units[shard], weight + units[shard]
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
 
 
 def autocast(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:

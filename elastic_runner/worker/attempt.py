@@ -6,11 +6,13 @@ import json
 import os
 import socket
 import time
-from typing import Any
+import uuid
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from elastic_runner import paths
 from elastic_runner.coordination import Coordinator
-from elastic_runner.errors import AlreadyExists, Fenced
+from elastic_runner.errors import AlreadyExists, Damaged, Fenced, NotFound
 from elastic_runner.history import End, read_ends
 from elastic_runner.storage import Storage
 
@@ -46,16 +48,45 @@ def _create(storage: Storage, number: int, facts: dict[str, Any]) -> None:
     storage.create(paths.attempt_record(number), json.dumps(record, indent=1).encode())
 
 
-def begin_together(storage: Storage, coordinator: Coordinator) -> tuple[int, int, End | None]:
-    """Take the next number once for all ranks, count the attempts before, and read the last failure. Collective."""
+class Begun(NamedTuple):
+    """An attempt that has its number."""
+
+    number: int
+    """From 1."""
+    before: int
+    """Attempts before it."""
+    last: End | None
+    """How the last one that failed did."""
+    run_id: str
+    """Of the run, the same for all attempts."""
+
+
+def begin_together(storage: Storage, coordinator: Coordinator) -> Begun:
+    """Take the next number once for all ranks. Collective."""
     pids = coordinator.gather("pids", (socket.gethostname(), os.getpid()))
     facts = {"world_size": len(pids), "workers": [{"host": host, "pid": pid} for host, pid in pids]}
 
-    def begin() -> tuple[int, int, End | None]:
+    def begin() -> Begun:
         number = begin_attempt(storage, facts)
-        return number, len(attempts(storage)) - 1, next(iter(read_ends(storage, most=1)), None)
+        last = next(iter(read_ends(storage, most=1)), None)
+        return Begun(number, len(attempts(storage)) - 1, last, run_id(storage))
 
     return coordinator.once("attempt", begin)
+
+
+def run_id(storage: Storage) -> str:
+    """Made at random, once for a run directory. Raises Damaged."""
+    try:
+        data = storage.read(paths.RUN)
+    except NotFound:
+        made = json.dumps({"id": uuid.uuid4().hex[:12], "created": time.time()}, indent=1).encode()
+        with suppress(AlreadyExists):
+            storage.create(paths.RUN, made)
+        data = storage.read(paths.RUN)
+    try:
+        return str(json.loads(data)["id"])
+    except (ValueError, TypeError, KeyError):
+        raise Damaged(f"{storage.url}/{paths.RUN} names no run; delete it, and trackers begin a new one") from None
 
 
 def check_fence(storage: Storage, attempt: int) -> None:

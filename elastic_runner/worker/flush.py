@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,7 +22,8 @@ from elastic_runner.checkpoint.snapshot_source import Common, Found, newest_comm
 from elastic_runner.checkpoint.tools.in_memory import contents_in_memory
 from elastic_runner.checkpoint.tools.whole import given_up, write_files
 from elastic_runner.checkpoint.trust import Health, blamed, describe_non_finite, health, memory_distrusted
-from elastic_runner.data.ledger import LedgerWriter, Record, effective, read_records
+from elastic_runner.data.ledger import LedgerWriter, read_records
+from elastic_runner.data.lineage import Lineage
 from elastic_runner.data.skips import recorded
 from elastic_runner.errors import Damaged, ElasticRunnerError, NonFiniteError, ReplayDiverged
 from elastic_runner.history import End, read_ends
@@ -49,11 +51,11 @@ def flush(place: RunPlace, files: Sequence[str]) -> str:
         seconds = min(keep.seconds, _OPERATION)
         run = open_storage(place.url, place.options, seconds)
         checkpoints = open_storage(keep.url, keep.options, seconds)
-        known, records = list_checkpoints(checkpoints).checkpoints, list(read_records(run))
-        ends = unanswered(read_ends(run), recorded(records))
+        known, lineage = list_checkpoints(checkpoints).checkpoints, Lineage()
+        ends = unanswered(read_ends(run), recorded(lineage.through(read_records(run))))
         state, more = choose(found, ends, known, demote_after=keep.demote_after)
         if state is not None:
-            return _save(state, records, checkpoints, run, place.attempt) if _is_ours(state) else ""
+            return _save(state, lineage, checkpoints, run, place.attempt) if _is_ours(state) else ""
         refused += more
     return f"what is in memory is not saved: {refused[0]}" if refused else ""
 
@@ -89,11 +91,8 @@ def _is_ours(state: Common) -> bool:
     return any(one.snapshot.head.rank == 0 for one in state.found)
 
 
-def _save(state: Common, records: Sequence[Record], checkpoints: Storage, run: Storage, known: int) -> str:
-    """Commit it as the attempt after ``known``: the data first, then the ledger, the manifest last.
-
-    ``records``: what the ledger has already.
-    """
+def _save(state: Common, lineage: Lineage, checkpoints: Storage, run: Storage, known: int) -> str:
+    """Commit it as the attempt after ``known``: the data first, then the ledger, the manifest last."""
     head, contents = state.head, contents_in_memory(state)
     facts = {"flush": head.step, "workers": [{"host": socket.gethostname(), "pid": os.getpid()}]}
     attempt = begin_next(run, known, facts)
@@ -109,18 +108,20 @@ def _save(state: Common, records: Sequence[Record], checkpoints: Storage, run: S
             tick=lambda more: None,
         )
         check_fence(run, attempt)
-        _put_on_record(state, records, LedgerWriter(run, attempt))
+        _put_on_record(state, lineage, LedgerWriter(run, attempt), attempt)
         create_fenced(checkpoints, manifest, partial(check_fence, run, attempt))
     doubt = f", with {describe_non_finite(manifest)}" if manifest.non_finite else ""
     return f"step {head.step}, which was in memory only, is saved ({manifest.size / 1e6:.1f} MB){doubt}"
 
 
-def _put_on_record(state: Common, records: Sequence[Record], ledger: LedgerWriter) -> None:
-    """What came with the state and is not there: a checkpoint must not be younger than the record of its steps."""
-    step = state.head.step
-    there, _ = effective(records, step)
-    for line in missing(state.lead.snapshot.lines, there, step):
+def _put_on_record(state: Common, lineage: Lineage, ledger: LedgerWriter, attempt: int) -> None:
+    """What came with the state and is not there: a checkpoint must not be younger than the record of its steps. Then
+    what the checkpoint rests on, as any attempt says it."""
+    head = state.head
+    for line in missing(state.lead.snapshot.lines, lineage.reached(head.attempt), head.step):
         ledger.append(line)
+    start = {"event": "start", "resumed_at": head.step, "rests_on": head.attempt}
+    ledger.append({**start, "attempt": attempt, "time": round(time.time(), 3)})
     ledger.flush()
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from elastic_runner.config import TimeoutConfig
 from elastic_runner.coordination import Coordinator
+from elastic_runner.device import choose_backend
 from elastic_runner.environment import Environment
-from elastic_runner.worker.device import choose_backend
 from elastic_runner.worker.process_group import connect, start_groups
 
 

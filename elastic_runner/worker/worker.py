@@ -17,20 +17,21 @@ from torch.utils.data import Dataset, default_collate
 from elastic_runner import stacks, verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.checkpoint.capture import Parts
-from elastic_runner.checkpoint.snapshot_plan import Memory, run_identity
 from elastic_runner.checkpoint.snapshots import Snapshots
 from elastic_runner.config import RunConfig
 from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
+from elastic_runner.device import choose_device
 from elastic_runner.environment import Environment, read_environment
 from elastic_runner.errors import ExitCode, Interrupted
 from elastic_runner.observability.logs import ensure_logging
 from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
+from elastic_runner.tracking.opening import check_trackers
 from elastic_runner.train import evaluate as evaluation
 from elastic_runner.train.loop import run_steps
 from elastic_runner.train.past import Past
-from elastic_runner.train.record import MainRecord, RunRecord, read_summary
+from elastic_runner.train.record import RunRecord, read_summary
 from elastic_runner.train.state import TrainState
 from elastic_runner.train.step import Step
 from elastic_runner.train.strategy import check_strategy, prepare
@@ -39,10 +40,10 @@ from elastic_runner.uncaught import exit_by_code
 from elastic_runner.verdict import Verdict
 from elastic_runner.worker import attempt as attempts
 from elastic_runner.worker.course import Course
-from elastic_runner.worker.device import choose_device
 from elastic_runner.worker.failure import Failure, in_time, let_save_end
 from elastic_runner.worker.groups import join, leave
 from elastic_runner.worker.node import this_agent, this_node
+from elastic_runner.worker.opening import open_record, open_snapshots
 from elastic_runner.worker.report import is_consequence, where_am_i
 from elastic_runner.worker.signals import StopNotice
 from elastic_runner.worker.watches import watches
@@ -69,6 +70,8 @@ class Worker:
     background_coordinator: Coordinator
     device: torch.device
     attempt: int
+    run_id: str
+    """Random, made once for the run directory and the same at every attempt: what a tool of your own may go by."""
     record: RunRecord
     snapshots: Snapshots
     past: Past
@@ -139,6 +142,7 @@ class Worker:
             with self._watch.phase("setup"):
                 self.device = choose_device(env.local_rank)
                 check_strategy(config, world_size=env.world_size, device=self.device)
+                check_trackers(config.tracking.trackers)
                 try:
                     self._coordinators = join(env, self.device, config.timeouts)
                 finally:
@@ -250,14 +254,15 @@ class Worker:
         """Checkpoints that led to the same failure ``checkpoint.demote_after`` times: path of the manifest and why."""
         return self.past.blamed()
 
-    def restored(self, path: str | None, *, in_memory: bool = False) -> None:
-        """Remember what this attempt starts from: if it fails, that goes on record. On every rank."""
+    def restored(self, path: str | None, *, attempt: int, step: int, in_memory: bool = False) -> None:
+        """Remember what this attempt starts from: that goes on record. On every rank."""
         self._course.restored, self._course.in_memory = path, in_memory
+        self.record.restored(attempt, step)
         self._tell_place()
 
-    def recovered(self, lines: bytes, step: int) -> None:
+    def recovered(self, lines: bytes) -> None:
         """Put ledger lines that came with a snapshot on record, where they are not."""
-        self.record.recover(lines, step)
+        self.record.recover(lines)
 
     def distrusted(self) -> int:
         """The attempt up to which memory is distrusted: see ``memory_distrusted``."""
@@ -301,27 +306,22 @@ class Worker:
             leave(self._coordinators)
             self._close()
             raise AlreadyFinished(0)
-        self.attempt, restarts, last = attempts.begin_together(self.storage, self.coordinator)
-        if last is not None and last.learned_limit:
+        begun = attempts.begin_together(self.storage, self.coordinator)
+        self.attempt, self.run_id = begun.number, begun.run_id
+        if begun.last is not None and begun.last.learned_limit:
             self._watch.believe_no_more()  # it may have been no hang, and would come again
         self._course.attempt = self.attempt
         self._tell_place()
-        self.record = RunRecord(self.storage, attempt=self.attempt)
+        self.record = open_record(self.storage, self.config, begun, is_main=self.is_main)
         if self.is_main:
-            self.record = MainRecord(self.storage, attempt=self.attempt, target_step=target, restarts=restarts)
             placed = f"{self.world_size} ranks, {self.config.strategy.name}, {self.device.type}"
             log.info("attempt %d of %s: %s", self.attempt, self.storage.url, placed)
         self.past = Past(self.storage, self.record, self.config)
-        self.snapshots = self._open_snapshots()
+        self.snapshots = open_snapshots(
+            self._environment, self.config, self.record, self.checkpoint_coordinator,
+            node=self.node, attempt=self.attempt,
+        )  # fmt: skip
         seed_all(self.seed, "init")
-
-    def _open_snapshots(self) -> Snapshots:
-        env, config = self._environment, self.config
-        memory = Memory(files=env.snapshots, local_rank=env.local_rank, node=self.node)
-        run = run_identity(config.run_dir, config.checkpoint.url, config.seed)
-        return Snapshots(
-            config.snapshot, memory, self.record.lines, self.checkpoint_coordinator, run=run, attempt=self.attempt
-        )
 
     def _tell_place(self) -> None:
         """Let the launcher of this node know of the run, in case that no worker will be able to."""

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_runner.data.audit import audit
-from elastic_runner.data.ledger import effective, read_records
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.storage import open_storage
 from elastic_runner.train.record import read_summary
 from tests.support.job import PHASES, Kill, config, train

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from elastic_runner.config import CheckpointConfig, SnapshotConfig
-from elastic_runner.data.ledger import effective, read_records
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.environment import SNAPSHOTS
 from elastic_runner.launch.memory import NodeMemory
 from elastic_runner.storage import open_storage

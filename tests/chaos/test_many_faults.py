@@ -18,7 +18,9 @@ import pytest
 from elastic_runner.chaos.driver import ObservedRun, launch_command
 from elastic_runner.checkpoint.tools.difference import compare
 from elastic_runner.checkpoint.tools.opening import opened
-from elastic_runner.data.ledger import Record, effective, read_records, tally
+from elastic_runner.data.ledger import Record, read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import tally
 from elastic_runner.launch.processes import descendants
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import read_summary

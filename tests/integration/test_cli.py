@@ -26,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_help_lists_every_verb_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(verb in text for verb in ("launch", "demo", "status", "audit", "checkpoint"))
+    assert all(verb in text for verb in ("launch", "demo", "status", "audit", "metrics", "checkpoint"))
     assert all(f"{code.value} " in text for code in ExitCode)
 
 
@@ -36,7 +36,7 @@ def test_wrong_verbs_exit_with_2(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", [["launch"], ["demo"], ["status"], ["audit"], ["checkpoint", "ls"], ["checkpoint", "verify"]]
+    "verb", [["launch"], ["demo"], ["status"], ["audit"], ["metrics"], ["checkpoint", "ls"], ["checkpoint", "verify"]]
 )
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

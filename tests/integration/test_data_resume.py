@@ -11,7 +11,9 @@ from torch.utils.data import TensorDataset
 import elastic_runner as er
 from elastic_runner.config import CheckpointConfig, DataConfig, TrainingConfig
 from elastic_runner.data.audit import audit
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import tally
 from elastic_runner.storage import open_storage
 from tests.support.ranks import RankFailed, run_ranks
 

@@ -114,7 +114,7 @@ def test_demotion_can_be_turned_off(tmp_path: Path) -> None:
 def ends_of_worker(run_dir: str) -> None:
     """A failure before the loop, as far as is known then."""
     with er.Worker(config_in(run_dir)) as worker:
-        worker.restored("step-0000000004/manifest-000001.json")
+        worker.restored("step-0000000004/manifest-000001.json", attempt=1, step=4)
         raise KeyError("data")
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from elastic_runner.chaos.driver import ObservedRun, launch_command
 from elastic_runner.cli.main import main
-from elastic_runner.data.ledger import Record, effective, read_records
+from elastic_runner.data.ledger import Record, read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.history import read_ends
 from elastic_runner.storage import LocalStorage
 from tests.support.ranks import RankFailed, run_ranks

@@ -15,7 +15,9 @@ from elastic_runner import paths
 from elastic_runner.checkpoint.manifest import list_checkpoints
 from elastic_runner.checkpoint.snapshot import read_snapshot
 from elastic_runner.config import CheckpointConfig, FsdpConfig, SnapshotConfig, StrategyConfig
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import tally
 from elastic_runner.environment import SNAPSHOTS
 from elastic_runner.history import read_ends
 from elastic_runner.launch.memory import NodeMemory

@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from elastic_runner.chaos.driver import end_tree, kill_tree
-from elastic_runner.data.ledger import Tally, effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import Tally, tally
 from elastic_runner.launch.processes import children, descendants, signal_all
 from elastic_runner.launch.rendezvous.epochs import Epochs
 from elastic_runner.storage import LocalStorage
@@ -51,15 +53,24 @@ STEPS = 600
 class Job:
     """A run and its agents; on leaving, none of their processes is left."""
 
-    def __init__(self, directory: Path, nodes: str, launcher: tuple[str, ...] = TORCHRUN, script: str = SCRIPT) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        nodes: str,
+        launcher: tuple[str, ...] = TORCHRUN,
+        script: str = SCRIPT,
+        *,
+        backend: str = "elastic",
+        endpoint: str = "",
+    ) -> None:
         self.run_dir = directory / "run"
         self.agents: list[subprocess.Popen[bytes]] = []
         self._directory = directory
         self._script = directory / "script.py"
         self._script.write_text(script)
         self._command = [
-            *launcher, f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-backend=elastic",
-            f"--rdzv-endpoint={directory / 'rendezvous'}", "--rdzv-id=job", str(self._script),
+            *launcher, f"--nnodes={nodes}", "--nproc-per-node=1", f"--rdzv-backend={backend}",
+            f"--rdzv-endpoint={endpoint or directory / 'rendezvous'}", "--rdzv-id=job", str(self._script),
             "--run-dir", str(self.run_dir), "--training.max-steps", str(STEPS), "--checkpoint.every", "10",
             "--data.global-batch", "8", "--data.shards", "4",
         ]  # fmt: skip

@@ -59,10 +59,10 @@ class CheckpointingPlace(SoloPlace):
     def saved(self, step: int) -> None:
         self.told.append(step)
 
-    def restored(self, path: str | None, *, in_memory: bool = False) -> None:
+    def restored(self, path: str | None, *, attempt: int, step: int, in_memory: bool = False) -> None:
         self.restored_path = path
 
-    def recovered(self, lines: bytes, step: int) -> None:
+    def recovered(self, lines: bytes) -> None:
         """There is no ledger."""
 
     def distrusted(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from elastic_runner import paths
 from elastic_runner.config import DataConfig
 from elastic_runner.data.digest import batch_digest
 from elastic_runner.data.ledger import LedgerWriter, Record, read_records
+from elastic_runner.data.lineage import OUTSIDE, Lineage, Origin
 from elastic_runner.data.loader import ElasticLoader
 from elastic_runner.data.skips import Skip
 from elastic_runner.storage import Storage
@@ -45,32 +46,56 @@ class Life:
     """Steps between checkpoints."""
     in_memory: bool = False
     """Whether a copy of the last step outlives the kill."""
+    passes_over: int = 0
+    """How many newer states it leaves for the one that it goes on from."""
     torn: bool = False
     """Whether the kill leaves half a line behind."""
     skips: bool = False
     """Whether it skips the batch that it would begin with."""
 
 
+_NEW = Origin(OUTSIDE, 0)
+
+
+@dataclass(kw_only=True)
+class State:
+    """What a life may go on from."""
+
+    origin: Origin = _NEW
+    """Whose it is."""
+    data: dict[str, Any] | None = None
+    """Of the loader; None: a new one."""
+    taken: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    """The epoch and samples of each step behind it."""
+    by: dict[int, int] = field(default_factory=dict)
+    """The attempt that did each of them."""
+    lines: bytes | None = None
+    """What came with it, where it is in memory."""
+
+
 class SimulatedRun:
-    """A job of so many lives. ``taken`` is what the loaders really gave for each step that led to the present state."""
+    """A job of so many lives. ``taken`` and ``by``: what the loaders really gave for each step that led to the newest
+    state that is left, and to whom."""
 
     def __init__(self, storage: Storage, config: DataConfig, *, length: int, seed: int = 0) -> None:
         self.storage, self.config, self.length, self.seed = storage, config, length, seed
-        self.taken: dict[int, tuple[int, list[int]]] = {}
         self.skips: list[Skip] = []
         self._attempt = 0
-        self._saved: tuple[int, dict[str, Any] | None] = (0, None)
-        self._recovered = b""
+        self._states = [State()]
+        self._go_on_from(self._states[0])
 
     def live(self, life: Life) -> None:
         """Resume from what is left, go on, and be killed."""
         self._attempt += 1
-        step, state = self._saved
-        loaders = self._loaders(life.world, state)
+        state = self._states[max(0, len(self._states) - 1 - life.passes_over)]
+        self._states = [one for one in self._states if one is state or one.lines is None]
+        self._go_on_from(state)
+        attempt, step = state.origin
+        loaders = self._loaders(life.world, state.data)
         ledger = LedgerWriter(self.storage, self._attempt)
-        for line in missing(self._recovered, read_records(self.storage), step):
+        for line in missing(state.lines or b"", Lineage(read_records(self.storage)).reached(attempt or 0), step):
             ledger.append(line)
-        ledger.append(self._start(step, life.world))
+        ledger.append(self._start(step, life.world) | {"rests_on": attempt})
         if life.skips:
             span = loaders[0].begin(step + 1)
             self.skips.append(Skip(epoch=span.epoch, first=span.first, last=span.last, step=step + 1, reason="fails"))
@@ -84,8 +109,13 @@ class SimulatedRun:
             ledger.append(recent[-1])
             if number % life.save_every == 0:
                 ledger.flush()
-                self._saved, recent = (number, loaders[0].state_dict()), []
-        self._kill(life, step + life.steps, loaders[0], recent)
+                self._keep(number, loaders[0])
+                recent = []
+        if life.in_memory:
+            self._keep(step + life.steps, loaders[0], b"".join(encoded(line) for line in recent))
+        self._go_on_from(self._states[-1])
+        if life.torn:
+            self._tear(step + life.steps, life.world)
 
     def samples_of_epochs(self) -> dict[int, Counter[int]]:
         """How often each epoch has used each sample."""
@@ -121,22 +151,21 @@ class SimulatedRun:
         for loader in loaders:
             loader.commit()
         self.taken[number] = spans[0].epoch, [sample for part in parts for sample in part.batch.tolist()]
+        self.by[number] = self._attempt
         line = {"event": "step", "step": number, **asdict(spans[0]), "lr": 0.1, "scale": 1.0}
         return line | {"digest": batch_digest([part.digest or 0 for part in parts]), "attempt": self._attempt}
 
-    def _kill(self, life: Life, step: int, loader: ElasticLoader, recent: list[Record]) -> None:
-        """What the ledger has not flushed, and the place has not saved, is gone."""
-        self._recovered = b""
-        if life.in_memory:
-            self._saved = step, loader.state_dict()
-            self._recovered = b"".join(encoded(line) for line in recent)
-        for lost in range(self._saved[0] + 1, step + 1):
-            del self.taken[lost]
-        if life.torn:
-            torn = encoded(self._start(step, life.world))[:-9]
-            segment = paths.ledger_segment(self._attempt, 999)
-            if not self.storage.append(paths.ledger_segment(self._attempt, 0), torn):
-                self.storage.put(segment, torn)
+    def _go_on_from(self, state: State) -> None:
+        self.taken, self.by = dict(state.taken), dict(state.by)
+
+    def _keep(self, step: int, loader: ElasticLoader, lines: bytes | None = None) -> None:
+        origin, data = Origin(self._attempt, step), loader.state_dict()
+        self._states.append(State(origin=origin, data=data, taken=dict(self.taken), by=dict(self.by), lines=lines))
+
+    def _tear(self, step: int, world: int) -> None:
+        torn = encoded(self._start(step, world))[:-9]
+        if not self.storage.append(paths.ledger_segment(self._attempt, 0), torn):
+            self.storage.put(paths.ledger_segment(self._attempt, 999), torn)
 
 
 def encoded(record: Record) -> bytes:

@@ -195,13 +195,21 @@ KINDS: dict[str, tuple[Damage, dict[str, str]]] = {
             "coverage": "12 samples repeated in epoch 1: positions 0 to 11",
         },
     ),
+    "attempt missing": (
+        lambda r: [x for x in r if x["attempt"] != 2],
+        {"resumes": "attempt 3 resumed after step 9, but the record ends at step 8", "coverage": "12 samples skipped"},
+    ),
     "start missing": (
         lambda r: [x for x in r if not (x["event"] == "start" and x["attempt"] == 3)],
         {"resumes": "step 10 is of attempt 3, whose start is not on record"},
     ),
-    "attempts that fall": (
+    "line of another attempt": (
         lambda r: changed(r, 11, attempt=2),
-        {"resumes": "step 11 is of attempt 2, after attempt 3"},
+        {"steps": "step 11 is not on record", "coverage": "12 samples skipped in epoch 2: positions 24 to 35"},
+    ),
+    "attempts that fall": (
+        lambda r: [x | {"attempt": 1} if x["attempt"] == 3 else x for x in r],
+        {"resumes": "attempt 1 starts, after attempt 2"},
     ),
     "dataset changed": (
         lambda r: changed(r, 10, length=51),
@@ -324,14 +332,14 @@ def test_any_part_of_a_run_is_proven(records: list[Record]) -> None:
         assert judge(records[:end]).verdict == "proven", records[:end]
 
 
-def test_lines_that_come_between_the_two_readings_wait_for_the_next_audit(records: list[Record]) -> None:
+def test_attempts_that_begin_between_the_two_readings_wait_for_the_next_audit(records: list[Record]) -> None:
     readings = iter([records[:8], records])
 
     def read() -> Iterator[Record]:
         return iter(next(readings))
 
     found = audit(read)
-    assert (found.verdict, found.steps) == ("proven", 7)
+    assert (found.verdict, found.steps, len(found.attempts)) == ("proven", 8, 1)
 
 
 def test_an_attempt_whose_steps_were_all_lost_is_no_gap(records: list[Record]) -> None:
@@ -339,6 +347,39 @@ def test_an_attempt_whose_steps_were_all_lost_is_no_gap(records: list[Record]) -
     start = next(record for record in records if record["event"] == "start" and record["attempt"] == 2)
     at = records.index(start)
     assert judge([*records[:at], start | {"resumed_at": 8, "attempt": 1}, *records[at:]]).verdict == "proven"
+
+
+def imported(records: list[Record], step: int) -> list[Record]:
+    """A run that began with what another one had come to."""
+    at = next(i for i, r in enumerate(records) if r["event"] == "start" and r["resumed_at"] == step)
+    return [records[at] | {"rests_on": 0}, *records[at + 1 :]]
+
+
+def test_of_an_imported_state_all_is_proven_but_what_came_before(records: list[Record]) -> None:
+    found = judge(imported(records, 9))
+    assert (found.verdict, faults(found), found.steps, found.portions[0].first_epoch) == ("open", {}, 3, 2)
+    assert still_open(found) == {"steps", "resumes", "coverage"}
+    assert of(found, "steps").seen == "up to step 12, but for those up to step 9: imported"
+    assert of(found, "resumes").seen == "1 resume, the first of an imported state"
+    assert of(found, "coverage").seen == "what was used before position 12 of epoch 2 is not on record"
+    assert of(found, "order").seen == "seed 7, 3 digests computed again"
+
+
+def test_what_is_wrong_after_an_import_is_found(records: list[Record]) -> None:
+    ours = imported(records, 6)
+    assert still_open(judge(ours)) == {"steps", "resumes", "coverage"}
+    assert set(faults(judge(without(ours, 10)))) == {"steps", "coverage"}
+    assert set(faults(judge(without(ours, 7)))) == {"steps"}, "where its data stood is not known"
+    assert set(faults(judge(changed(ours, 12, first=24, last=36)))) == {"coverage", "order"}
+    assert set(faults(judge(starting(ours, 2, resumed_at=5)))) == {"steps"}
+
+
+def test_whole_epochs_after_an_import_are_proven(records: list[Record]) -> None:
+    """The batches of an epoch end at position 48: step 9 is the first of epoch 2."""
+    begun = imported([r | {"resumed_at": 8} if r.get("resumed_at") == 9 else r for r in records], 8)
+    assert "what was used before position 12" in of(judge(begun), "coverage").seen
+    whole = imported(records[:-2], 6)
+    assert of(judge(whole), "coverage").seen.startswith(f"24 of the {LENGTH} samples of epoch 2, ")
 
 
 # The verb.

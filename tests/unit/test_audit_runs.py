@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from elastic_runner.config import DataConfig
 from elastic_runner.data.audit import Audit, audit
-from elastic_runner.data.ledger import count, read_records
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.data.order import samples_at
+from elastic_runner.data.tally import count
 from elastic_runner.storage import open_storage
 from tests.support.simulated_run import Life, SimulatedRun
 
@@ -25,6 +27,7 @@ LIFE = st.builds(
     save_every=st.integers(1, 6),
     in_memory=st.booleans(),
     torn=st.booleans(),
+    passes_over=st.sampled_from([0, 0, 0, 1, 2, 5]),
 )
 LIVES = st.lists(LIFE, min_size=1, max_size=5)
 
@@ -80,6 +83,11 @@ def test_any_schedule_of_worlds_and_kills_covers_every_epoch_once(
     assert [finding for finding in found.findings if finding.verdict != "proven"] == []
     assert found.verdict == "proven"
     covered_once(run, found)
+    led, lost = effective(read_records(run.storage))
+    assert {r["step"]: r["attempt"] for r in led if r["event"] == "step"} == run.by
+    counts, counted = count(lambda: read_records(run.storage))
+    assert (counts.steps, counts.gaps, counts.repeated, counts.skipped) == (len(run.by), 0, 0, 0)
+    assert found.lost == counted == lost
     run.storage.delete("")
 
 

@@ -23,7 +23,8 @@ from elastic_runner.checkpoint.snapshot import Head, Keep, Known, Snapshot, Snap
 from elastic_runner.checkpoint.snapshot_source import Found
 from elastic_runner.checkpoint.tools.opening import opened
 from elastic_runner.checkpoint.tools.overview import damage
-from elastic_runner.data.ledger import effective, read_records
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
 from elastic_runner.errors import Fenced
 from elastic_runner.history import End
 from elastic_runner.storage import LocalStorage, Storage
@@ -131,7 +132,10 @@ def test_what_was_in_memory_is_a_checkpoint_with_its_ledger(node: Node) -> None:
         assert {key: found.contents.rows(key, 0, 6 if key == W else 1).tolist() for key in STATE} == {
             W: STATE[W].tolist(), COUNT: [5.0]
         }  # fmt: skip
-    assert on_record(LocalStorage(node.run)) == [1, 2, 3, 4, 5]
+    run = LocalStorage(node.run)
+    assert on_record(run) == [1, 2, 3, 4, 5]
+    (start,) = [r for r in read_records(run) if r["event"] == "start" and r["attempt"] == 2]
+    assert (start["resumed_at"], start["rests_on"]) == (5, 1)
     assert attempts(LocalStorage(node.run)) == [1, 2], "what still runs of attempt 1 commits nothing more"
 
 

@@ -8,8 +8,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from elastic_runner import paths
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import OUTSIDE, effective
+from elastic_runner.data.tally import tally
 from elastic_runner.storage import LocalStorage, open_storage
 from elastic_runner.train.record import MainRecord, RunRecord, read_summary
 
@@ -52,6 +56,70 @@ def test_the_ledger_is_durable_before_a_checkpoint_is_written() -> None:
     attempt(storage, 2, 5, range(6, 8)).end("interrupted")
     counts = tally(effective(read_records(storage))[0])
     assert (counts.steps, counts.gaps, counts.skipped) == (7, 0, 0)
+    storage.delete("")
+
+
+def starts(storage: Any) -> list[tuple[int, int, int | None]]:
+    """Attempt, step, and whose state that was."""
+    return [(r["attempt"], r["resumed_at"], r["rests_on"]) for r in read_records(storage) if r["event"] == "start"]
+
+
+def test_a_start_says_what_it_rests_on(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    record = attempt(storage, 1, 0, range(1, 4))
+    record.start(3, {})  # another loop over the same state
+    record.start(2, {})  # from a file of the program's own
+    record.restored(1, 1)
+    record.start(1, {})
+    again = MainRecord(storage, attempt=2, target_step=20, restarts=1)
+    again.restored(1, 3)
+    again.start(3, {})
+    MainRecord(storage, attempt=3, target_step=20, restarts=2).start(0, {})
+    assert starts(storage) == [(1, 0, 0), (1, 3, 1), (1, 2, None), (1, 1, 1), (2, 3, 1), (3, 0, 0)]
+
+
+def test_an_attempt_that_takes_up_what_was_passed_over_counts_what_led_there(tmp_path: Path) -> None:
+    """The checkpoint of step 10 could not be read once."""
+    storage = LocalStorage(tmp_path)
+    attempt(storage, 1, 0, range(1, 13)).evaluation(9, {"accuracy": 0.5})
+    passing = MainRecord(storage, attempt=2, target_step=20, restarts=1)
+    passing.restored(1, 5)
+    passing.start(5, {"world": 1})
+    for step in (6, 7):
+        passing.step(line(step))
+    passing.evaluation(7, {"accuracy": 0.1})
+    again = MainRecord(storage, attempt=3, target_step=20, restarts=2)
+    again.restored(1, 10)
+    again.start(10, {"world": 1})
+    summary = read_summary(storage)
+    assert summary is not None and (summary.step, summary.samples_seen, summary.lost_steps) == (10, 40, 2 + 2)
+    assert (summary.validation, summary.validation_step, summary.train_loss) == ({"accuracy": 0.5}, 9, 1 / 10)
+
+
+def test_an_imported_state_has_skipped_nothing(tmp_path: Path) -> None:
+    record = MainRecord(LocalStorage(tmp_path), attempt=1, target_step=20, restarts=0)
+    record.restored(OUTSIDE, 10)
+    record.start(10, {"world": 1})
+    record.step(line(11))
+    record.end("interrupted")
+    summary = read_summary(LocalStorage(tmp_path))
+    assert summary is not None and (summary.samples_seen, summary.samples_skipped) == (4, 0)
+
+
+def test_a_start_reads_the_ledger_twice_and_keeps_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a run of 300,000 steps held 800 MB until it had restored. On an object store each read is a request."""
+    storage = open_storage("memory://record-reads")
+    attempt(storage, 1, 0, range(1, 9)).saving()
+    read: list[str] = []
+    whole = storage.read_range
+    monkeypatch.setattr(storage, "read_range", lambda path, *span: (read.append(path), whole(path, *span))[1])
+    record = MainRecord(storage, attempt=2, target_step=20, restarts=1)
+    assert record.skips() == []
+    record.restored(1, 7)
+    record.recover(b"")
+    record.start(7, {})
+    assert read == [f"{paths.LEDGER}/{name}" for name in storage.list(paths.LEDGER) if name < "000002"] * 2
+    assert not any(isinstance(held, list) and held for held in vars(record).values())
     storage.delete("")
 
 

@@ -15,11 +15,12 @@ from torch.utils.data import Dataset
 from elastic_runner import paths
 from elastic_runner.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from elastic_runner.data.audit import audit
-from elastic_runner.data.ledger import Record, read_records, tally
+from elastic_runner.data.ledger import Record, read_records
 from elastic_runner.data.loader import ElasticLoader
 from elastic_runner.data.order import samples_at
 from elastic_runner.data.skips import START, Skip, begins
 from elastic_runner.data.streams import ShardedStreams
+from elastic_runner.data.tally import tally
 from elastic_runner.errors import ConfigError
 from elastic_runner.history import HANG, End, write_end
 from elastic_runner.storage import Storage, open_storage

@@ -12,7 +12,9 @@ from elastic_runner.checkpoint.snapshot_plan import Memory
 from elastic_runner.checkpoint.snapshots import Report, Snapshots
 from elastic_runner.config import SnapshotConfig
 from elastic_runner.coordination import Coordinator
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import tally
 from elastic_runner.storage import LocalStorage, Storage, open_storage
 from elastic_runner.train.lines import CARRIED, StepLines, missing
 from elastic_runner.train.record import MainRecord, RunRecord
@@ -55,8 +57,8 @@ def test_a_snapshot_carries_what_no_checkpoint_covers() -> None:
     written.lines.saved(1)
     carried = [json.loads(text) for text in written.lines.recent().splitlines()]
     assert [(one["step"], one["attempt"]) for one in carried] == [(2, 3), (3, 3)]
-    assert [one["step"] for one in missing(written.lines.recent(), [{"event": "step", "step": 2}], 3)] == [3]
-    assert list(missing(written.lines.recent(), [], 1)) == []
+    assert [one["step"] for one in missing(written.lines.recent(), 2, 3)] == [3]
+    assert list(missing(written.lines.recent(), 0, 1)) == []
 
 
 def test_what_a_snapshot_carries_has_an_end() -> None:
@@ -175,7 +177,8 @@ def test_each_step_is_on_record_once_whatever_was_released(storage: Storage, rel
     for carried in (first.lines.recent(), peer.lines.recent()):
         assert len(carried.splitlines()) == held
         second = main_record(storage, 2)  # the second time it was killed before its own first line
-        second.recover(carried, held)
+        second.restored(1, held)
+        second.recover(carried)
     second.start(held, {})
     for step in range(held + 1, 9):
         second.step(line(step))

@@ -1,4 +1,4 @@
-"""The device of a worker and the process-group backend that goes with it."""
+"""The device of a worker, what opening it ahead comes to, and the process-group backend that goes with it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ def choose_device(local_rank: int) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
+
+
+def open_device(local_rank: int) -> None:
+    """Make the context and the allocator that the first use of this local rank's device would make; as choose_device.
+
+    No kernel of cuBLAS runs: it would take CUBLAS_WORKSPACE_CONFIG as it is now, and the program sets it, for its bits.
+    """
+    device = choose_device(local_rank)
+    if device.type != "cpu":
+        torch.zeros(1, device=device)
+        torch.accelerator.synchronize(device)
 
 
 def choose_backend(device: torch.device) -> str:
