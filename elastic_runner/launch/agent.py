@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,8 @@ class Plan:
     """Its scratch directory, by which workers find it."""
     policies: tuple[Policy, ...]
     """Whether to start workers again."""
+    prepare: Callable[[Iterable[int]], None]
+    """Makes the next workers of these local ranks ready, while they train."""
     sweep: Callable[[], None]
     """Ends what workers have started and left behind."""
     reap: Callable[[], None]
@@ -135,7 +137,7 @@ class Agent(LocalElasticAgent):
             self._handler.tell(lambda: os.eventfd_write(self._told, 1))
         else:
             log.warning(
-                "rendezvous %s: the node that hosts its store must not be lost, and a node that goes silent is noticed "
+                "rendezvous %s: whatever hosts its store must not be lost, and a node that goes silent is noticed "
                 "by its peers alone; --rdzv-backend=elastic has neither weakness",
                 self._handler.get_backend(),
             )
@@ -191,7 +193,7 @@ class Agent(LocalElasticAgent):
 
     def _wait(self, attempt: _Attempt) -> Over:
         """Until the attempt is over, one way or another."""
-        workers, asked = attempt.workers, time.monotonic()
+        workers, asked, prepared = attempt.workers, time.monotonic(), False
         while True:
             self._plan.health.doing(WATCHING, within=_TURN)
             workers.wait([self._told], min(self._watchdog.wait_s(time.monotonic()), _POLLING))
@@ -205,6 +207,10 @@ class Agent(LocalElasticAgent):
             now = time.monotonic()
             if (hang := self._watchdog.look(now)) is not None:
                 return Over(cause="hang", reason=hang.reason, hang=hang)
+            if not prepared and self._plan.health.ready().yes:
+                # Not sooner: it would take from a start what it is to spare the next one.
+                self._plan.prepare(attempt.ranks)
+                prepared = True
             if isinstance(self._handler, ElasticRendezvous):
                 reason = self._handler.over
             elif now - asked >= _POLLING:

@@ -1,8 +1,9 @@
 """The fork server: imports what every worker imports once, then makes workers by fork, in milliseconds.
 
 Run by the agent as a process of its own, with a socket as its standard input. A request is one JSON line: ``command``,
-``fork`` (whether it may be forked: a script of this Python, after ``python -u``), ``env`` and files for the output. The
-answers are JSON lines: ``pid``, with ``unsafe`` (why it was not forked); and ``exited`` with a ``code`` as in
+``fork`` (whether it may be forked: a script of this Python, after ``python -u``), ``env`` and files for the output;
+``ahead``: only fork a standby for it, which may become the worker of a later request that names its pid as ``standby``.
+The answers are JSON lines: ``pid``, with ``unsafe`` (why it was not forked); and ``exited`` with a ``code`` as in
 ``Popen.returncode``. When the socket closes, whatever ended the agent, this process kills all that came of it.
 """
 
@@ -21,9 +22,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_runner.launch.processes import adopt_orphans, die_with_parent, end_descendants
+from elastic_runner.launch.standby import Standbys, stand_by
 
 MODULES = (
     "numpy",
@@ -33,7 +35,10 @@ MODULES = (
     "torch.distributed.checkpoint",
     "torch._dynamo",  # DDP and optimizers import it when they are first used
     "tyro",
-    "elastic_runner",
+    "elastic_runner.checkpoint.checkpointer",
+    "elastic_runner.data.loader",
+    "elastic_runner.data.streams",
+    "elastic_runner.worker.worker",
     "elastic_runner.recipes.text",
 )
 """Imported before the first fork, where they are installed."""
@@ -44,21 +49,32 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Meant for the workers; the agent tells this process by the socket."""
 
 
+class _Forked(NamedTuple):
+    """What a forked process is to be; with a socket, a standby first."""
+
+    request: dict[str, Any]
+    channel: socket.socket | None
+
+
 def main(modules: Sequence[str]) -> None:
     """Serve until the socket closes; in a forked worker, run its script instead."""
     adopt_orphans()
     for name in modules:
         with suppress(ImportError):  # the worker will say so itself, if it needs it
             importlib.import_module(name)
-    request = _serve(socket.socket(fileno=0))
-    if request is None:
+    forked = _serve(socket.socket(fileno=0))
+    if forked is None:
         signal.set_wakeup_fd(-1)
         end_descendants(_ENDING)
-    else:
-        _become(request)
+        return
+    _leave_server()
+    request, channel = forked
+    told = request if channel is None else stand_by(channel, request["env"])
+    if told is not None:
+        _become(told)
 
 
-def _serve(connection: socket.socket) -> dict[str, Any] | None:
+def _serve(connection: socket.socket) -> _Forked | None:
     """Answer requests; returns in the child with the request that made it, and in the server when it is over."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -70,12 +86,13 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
     selector.register(wake, selectors.EVENT_READ)
     pending = b""
     workers: set[int] = set()
+    standbys = Standbys()
     while True:
         for key, _ in selector.select():
             if key.fd == wake:
                 with suppress(BlockingIOError):
                     os.read(wake, 4096)
-                _report_exits(connection, workers)
+                _report_exits(connection, workers, standbys)
                 continue
             data = connection.recv(1 << 20)
             if not data:
@@ -83,25 +100,32 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                answer = _make(request)
-                if answer is None:
+                answer = _make(request, standbys)
+                if isinstance(answer, _Forked):
                     signal.set_wakeup_fd(-1)
                     selector.close()
+                    standbys.close()
                     connection.close()
                     for handle in (wake, woken):
                         os.close(handle)
-                    return request
-                workers.add(answer.get("pid", 0))
+                    return answer
+                if not request["ahead"]:
+                    workers.add(answer.get("pid", 0))
                 _say(connection, answer)
 
 
-def _make(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Start a worker; the answer, or None in the child that is to become it."""
+def _make(request: dict[str, Any], standbys: Standbys) -> dict[str, Any] | _Forked:
+    """Start a worker, or make a standby; the answer, or, in the child, what it is to be."""
+    if standbys.start(request["standby"], request):
+        return {"pid": request["standby"], "unsafe": ""}
     unsafe = why_not_to_fork() if request["fork"] else ""
     if unsafe or not request["fork"]:
-        return _execute(request) | {"unsafe": unsafe}
-    pid = os.fork()
-    return {"pid": pid, "unsafe": ""} if pid else None
+        return {} if request["ahead"] else _execute(request) | {"unsafe": unsafe}
+    try:
+        pid, channel = standbys.fork() if request["ahead"] else (os.fork(), None)
+    except OSError as error:
+        return {"failed": f"no process can be forked: {error.strerror}"}
+    return {"pid": pid, "unsafe": ""} if pid else _Forked(request, channel)
 
 
 def why_not_to_fork() -> str:
@@ -130,7 +154,7 @@ def _execute(request: dict[str, Any]) -> dict[str, Any]:
     return {"pid": pid}
 
 
-def _report_exits(connection: socket.socket, workers: set[int]) -> None:
+def _report_exits(connection: socket.socket, workers: set[int], standbys: Standbys) -> None:
     """Also what workers have left behind ends here; nobody has asked for that."""
     while True:
         try:
@@ -139,6 +163,7 @@ def _report_exits(connection: socket.socket, workers: set[int]) -> None:
             return
         if not pid:
             return
+        standbys.ended(pid)
         if pid in workers:
             workers.remove(pid)
             _say(connection, {"exited": pid, "code": os.waitstatus_to_exitcode(status)})
@@ -149,16 +174,20 @@ def _say(connection: socket.socket, message: dict[str, Any]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Be what ``python <argv>`` would be: the rest of this process's life is the script's."""
+def _leave_server() -> None:
+    """What is the server's alone is not this process's, which was forked from it."""
     die_with_parent()
     os.setsid()
+    _redirect(0, os.devnull, os.O_RDONLY)  # where the socket was
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Be what ``python <argv>`` would be: the rest of this process's life is the script's."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
-    _redirect(0, os.devnull, os.O_RDONLY)  # where the socket was
     for name, handle in (("stdout", 1), ("stderr", 2)):
         if request[name]:
             _redirect(handle, request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

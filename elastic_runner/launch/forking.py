@@ -15,9 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -26,6 +26,8 @@ from elastic_runner.launch.fork_server import MODULES
 from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, reap, signal_all
 
 log = logging.getLogger(__name__)
+
+_Request: TypeAlias = dict[str, Any]
 
 _ENDING = 10.0
 """Seconds for the server to end all that it has started."""
@@ -37,40 +39,50 @@ class _ServerGone(OSError):
 
 class ForkServer:
     """The server as its agent sees it. ``modules``: imported there besides our own list, if it is to ``fork``.
+    ``standby``: whether it makes the next workers ready ahead.
 
     One that was killed takes its workers with it; the next worker is made by a new one.
     """
 
-    def __init__(self, modules: Sequence[str] = (), *, fork: bool = True) -> None:
+    def __init__(self, modules: Sequence[str] = (), *, fork: bool = True, standby: bool = False) -> None:
         adopt_orphans()  # what the server has not ended, should it be killed
         self._others = children(os.getpid())
         self._modules = (*MODULES, *modules) if fork else ()
         self._fork = fork
+        self._standby = standby
+        self._requests: dict[int, _Request] = {}
         self._told = False
         self._server = _Server(self._modules, self._others)
 
     def spawn(
-        self, command: Sequence[str], env: Mapping[str, str], *, stdout: str = "", stderr: str = ""
+        self, command: Sequence[str], env: Mapping[str, str], *, local_rank: int = 0, stdout: str = "", stderr: str = ""
     ) -> ForkedProcess:
         """Start a worker, by fork where it is a Python script. ``stdout``, ``stderr``: files. Raises OSError."""
-        request = {
+        request = self._requests[local_rank] = {
             "command": list(command), "env": dict(env), "fork": self._fork and _is_script(command),
             "stdout": stdout, "stderr": stderr,
         }  # fmt: skip
         try:
-            process, unsafe = self._server.spawn(request)
+            process, unsafe = self._server.spawn(request, local_rank)
         except _ServerGone:
             self._server.close()
             self._server = _Server(self._modules, self._others)
-            process, unsafe = self._server.spawn(request)
+            process, unsafe = self._server.spawn(request, local_rank)
         if unsafe and not self._told:
             log.warning("workers are started by exec, which takes seconds: %s", unsafe)
             self._told = True
         return process
 
+    def prepare(self, local_ranks: Iterable[int]) -> None:
+        """Make the next workers of these ranks ready, for the device that they have now, where that is asked for."""
+        if self._standby:
+            with suppress(_ServerGone):  # and with it the workers: there will be others
+                self._server.prepare({rank: self._requests[rank] for rank in local_ranks})
+
     def sweep(self) -> None:
         """Kill what workers that have ended have left behind."""
-        signal_all(descendants(self._server.pid), signal.SIGKILL)
+        spared = self._server.standbys.values()
+        signal_all(set(descendants(self._server.pid)).difference(spared), signal.SIGKILL)
 
     def reap(self) -> None:
         """Take in what has ended here and came from elsewhere, as the first process of a container has to."""
@@ -93,6 +105,8 @@ class _Server:
         with its:
             self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
         self.pid = self._process.pid
+        self.standbys: dict[int, int] = {}
+        """Process ids by local rank."""
         self._others = others
         self._closing = False
         self._connection = ours
@@ -103,8 +117,29 @@ class _Server:
         self._thread = threading.Thread(target=self._listen, name="fork server", daemon=True)
         self._thread.start()
 
-    def spawn(self, request: dict[str, Any]) -> tuple[ForkedProcess, str]:
+    def spawn(self, request: _Request, local_rank: int) -> tuple[ForkedProcess, str]:
         """A worker, and why it was not forked. Raises OSError."""
+        standby = self.standbys.pop(local_rank, 0)
+        answer = self._ask(request | {"ahead": False, "standby": standby})
+        if "pid" not in answer:
+            raise OSError(answer["failed"])
+        if standby and answer["pid"] != standby:
+            log.warning("local rank %d: its standby worker was not ready, another one is forked", local_rank)
+        process = ForkedProcess(answer["pid"])
+        with self._lock:
+            self._processes[process.pid] = process
+            if process.pid in self._early:
+                process.ended(self._early.pop(process.pid))
+        return process, answer["unsafe"]
+
+    def prepare(self, requests: Mapping[int, _Request]) -> None:
+        """Standbys for workers like these, by local rank. Earlier ones that are left go with the next sweep."""
+        asked = {rank: request | {"ahead": True, "standby": 0} for rank, request in requests.items()}
+        answers = {rank: self._ask(request) for rank, request in asked.items()}
+        self.standbys = {rank: answer["pid"] for rank, answer in answers.items() if "pid" in answer}
+        log.info("standby workers by local rank: %s", self.standbys)
+
+    def _ask(self, request: _Request) -> dict[str, Any]:
         try:
             self._connection.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
@@ -112,14 +147,7 @@ class _Server:
         answer = self._answers.get()
         if "gone" in answer:
             raise _ServerGone("the fork server has ended")
-        if "pid" not in answer:
-            raise OSError(answer["failed"])
-        process = ForkedProcess(answer["pid"])
-        with self._lock:
-            self._processes[process.pid] = process
-            if process.pid in self._early:
-                process.ended(self._early.pop(process.pid))
-        return process, answer["unsafe"]
+        return answer
 
     def close(self) -> None:
         """End it, and with it all that it has started."""
@@ -193,7 +221,7 @@ def workers_by(server: ForkServer) -> Iterator[None]:
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
             streams = {"stdout": self._stdout, "stderr": self._stderr}
             files = {name: str(file.name) if file else "" for name, file in streams.items()}
-            return cast(Any, server.spawn(args, env, **files))
+            return cast(Any, server.spawn(args, env, local_rank=self.local_rank_id, **files))
 
         def close(self, death_sig: signal.Signals | None = None) -> None:
             # One that has ended is not ours to wait for: its pid is gone before its exit code has come here.

@@ -33,7 +33,7 @@ from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.health import Health
 from elastic_runner.launch.health_server import HealthServer
 from elastic_runner.launch.notice import Notices
-from elastic_runner.launch.options import budgets, by_itself, check_port, parse
+from elastic_runner.launch.options import budgets, by_itself, check_port, check_standby, parse
 from elastic_runner.launch.processes import forget_shared_memory
 from elastic_runner.launch.rendezvous.handler import BACKEND, JobEnded
 from elastic_runner.launch.restart import default_policies
@@ -55,6 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
     """
     options = parse(arguments)
     policies = default_policies(budgets(options))
+    check_standby(options)
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
@@ -62,11 +63,12 @@ def launch(arguments: Sequence[str]) -> int:
     with _agent_directory() as directory, _answering(health, options.health, directory):
         by_itself(options, directory)
         check_port(options)
-        server = ForkServer(options.preload, fork=options.start_by == "fork")
+        server = ForkServer(options.preload, fork=options.start_by == "fork", standby=options.standby)
         notices = Notices(file=options.notice_file, url=options.notice_url)
         plan = Plan(
             directory=directory,
             policies=policies,
+            prepare=server.prepare,
             sweep=server.sweep,
             reap=server.reap,
             notices=notices,
@@ -102,7 +104,7 @@ def _run(options: object, directory: str) -> Verdict:
         message = f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands"
         return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
     except Stopped as error:
-        message = f"{error.signal.name}: stopped before there were workers"
+        message = str(error)
         return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
     except JobEnded as error:
         elsewhere = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)

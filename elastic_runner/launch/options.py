@@ -41,6 +41,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="Import this, too, before workers are forked. It must start no thread and not touch CUDA.",
     )  # fmt: skip
     ours.add_argument(
+        "--standby", action="store_true",
+        help="Once all workers of the node are in er.Worker's loop, have the next ones ready, forked and their devices "
+        "open. That takes the memory of another CUDA context, about 0.5 GB on each GPU. What CUDA and its allocator "
+        "read from the environment must be set outside of the script.",
+    )  # fmt: skip
+    ours.add_argument(
         "--budget", action="append", default=[], metavar="CAUSE=N",
         help="Restarts in a row without progress, by cause "
         f"({', '.join(field.name for field in fields(Budgets))}); --max-restarts is the default of each.",
@@ -57,7 +63,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known = vars(parser.parse_args(["script"]))
     defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
-    return parser.parse_args(list(arguments))
+    options = parser.parse_args(list(arguments))
+    if options.run_path:  # a script in a process that is forked: so are workers started here
+        options.run_path = options.no_python = options.module = False
+    return options
 
 
 def address(text: str) -> tuple[str, int]:
@@ -78,6 +87,13 @@ def budgets(options: argparse.Namespace) -> Budgets:
             raise ConfigError(f"--budget {given}: it is CAUSE=N, with a cause of {', '.join(sorted(known))}")
         allowed[cause] = int(number)
     return Budgets(**allowed)
+
+
+def check_standby(options: argparse.Namespace) -> None:
+    """Raise ConfigError where there is nothing to stand by: only forked workers can."""
+    if options.standby and (options.start_by != "fork" or options.no_python):
+        how = "--no-python" if options.start_by == "fork" else f"--start-by {options.start_by}"
+        raise ConfigError(f"--standby is for workers that are started by fork, not with {how}")
 
 
 def check_port(options: argparse.Namespace) -> None:

@@ -34,14 +34,28 @@ pathlib.Path(sys.argv[1]).touch()
 asked.wait()
 sys.exit(75)
 """
+SLOW_TORCH = """
+import pathlib, signal
+pathlib.Path(__file__).with_name("importing").touch()
+while True:
+    try:
+        signal.pause()
+    except BaseException:  # as C code does, that imports numpy
+        pass
+"""
 
 
 @contextmanager
-def container(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def container(directory: Path, *arguments: str, path: str = "") -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """``elastic-runner launch`` as process 1 of a namespace: the process around it, and its pid seen from here."""
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "elastic_runner"]
     with (directory / "log").open("wb") as log:
-        around = subprocess.Popen([*command, "launch", *arguments], stdout=log, stderr=subprocess.STDOUT)
+        around = subprocess.Popen(
+            [*command, "launch", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
     try:
         eventually(lambda: children(around.pid), "its process", seconds=60)
         (launcher,) = children(around.pid)
@@ -79,6 +93,17 @@ def test_it_leaves_when_it_is_asked_before_there_are_workers(tmp_path: Path) -> 
     flags = ("--nnodes=2", "--rdzv-backend=elastic", f"--rdzv-endpoint={tmp_path / 'rendezvous'}", "--rdzv-id=alone")
     with container(tmp_path, *flags, "script.py") as (around, launcher):
         eventually((tmp_path / "rendezvous" / "alone" / "000001.json").exists, "an epoch", seconds=60)
+        os.kill(launcher, signal.SIGTERM)
+        assert around.wait(30) == 75, (tmp_path / "log").read_text()
+    assert "interrupted (75): SIGTERM: stopped before there were workers" in (tmp_path / "log").read_text()
+
+
+def test_it_leaves_when_it_is_asked_while_torch_is_imported(tmp_path: Path) -> None:
+    torch = tmp_path / "modules" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text(SLOW_TORCH)
+    with container(tmp_path, "script.py", path=str(torch.parent)) as (around, launcher):
+        eventually((torch / "importing").exists, "the import", seconds=60)
         os.kill(launcher, signal.SIGTERM)
         assert around.wait(30) == 75, (tmp_path / "log").read_text()
     assert "interrupted (75): SIGTERM: stopped before there were workers" in (tmp_path / "log").read_text()

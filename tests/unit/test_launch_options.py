@@ -6,9 +6,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args
 
 from elastic_runner.errors import ConfigError
-from elastic_runner.launch.options import budgets, by_itself, check_port, parse
+from elastic_runner.launch.options import budgets, by_itself, check_port, check_standby, parse
 from elastic_runner.launch.restart import Budgets
 
 
@@ -58,6 +59,14 @@ def test_a_busy_port_is_told_before_workers_start() -> None:
         check_port(parse(["--nnodes=2", "--node-rank=1", f"--master-port={port}", "s.py"]))
 
 
+def test_only_forked_workers_have_standbys() -> None:
+    check_standby(parse(["--standby", "s.py"]))
+    check_standby(parse(["--start-by=exec", "--no-python", "s.sh"]))
+    for how in ("--start-by exec", "--no-python"):
+        with pytest.raises(ConfigError, match=f"--standby is for workers that are started by fork, not with {how}"):
+            check_standby(parse(["--standby", *how.split(), "s"]))
+
+
 def test_where_health_is_asked_for() -> None:
     assert parse(["s.py"]).health is None
     assert parse(["--health=8080", "s.py"]).health == ("127.0.0.1", 8080), "on this machine alone"
@@ -66,3 +75,9 @@ def test_where_health_is_asked_for() -> None:
     for wrong in ("", "host", "host:", "host:x", "70000"):
         with pytest.raises(SystemExit, match="2"):
             parse([f"--health={wrong}", "s.py"])
+
+
+def test_run_path_is_a_script_in_a_forked_process_as_all_are() -> None:
+    """Torch would start a function with multiprocessing, which the agent knows nothing of."""
+    _, command, arguments = config_from_args(parse(["--run-path", "--nproc-per-node=1", "/s.py", "x"]))
+    assert isinstance(command, str) and arguments == ["-u", "/s.py", "x"]

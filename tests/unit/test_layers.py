@@ -17,7 +17,9 @@ def test_import_layers_hold() -> None:
 
 def test_importing_the_package_is_enough_for_no_optional_dependency() -> None:
     code = (
-        "import sys, elastic_runner, elastic_runner.cli.main\n"
+        "import sys\n"
+        "import elastic_runner.cli.audit, elastic_runner.cli.checkpoint, elastic_runner.cli.status\n"
+        "from elastic_runner import *\n"
         "loaded = {'sklearn', 's3fs', 'boto3', 'botocore'} & set(sys.modules)\n"
         "print(loaded)\n"
         "sys.exit(len(loaded))"

@@ -224,7 +224,9 @@ def test_torch_makes_a_worker_the_way_that_forking_replaces() -> None:
 
     assert "get_subprocess_handler(" in inspect.getsource(api.SubprocessContext._start)
     assert list(inspect.signature(SubprocessHandler._popen).parameters) == ["self", "args", "env"]
-    assert "self._popen(args_str, env_vars)" in inspect.getsource(SubprocessHandler.__init__)
+    made = inspect.getsource(SubprocessHandler.__init__)
+    assert "self.local_rank_id = local_rank_id" in made.partition("self._popen(args_str, env_vars)")[0]
+    assert "self._popen(args_str, env_vars)" in made
     used = set(re.findall(r"handler\.proc\.(\w+)", inspect.getsource(api.SubprocessContext)))
     assert used <= {"poll", "pid", "wait"}, "ForkedProcess has what is used"
 
