@@ -171,7 +171,7 @@ def test_data_of_a_damaged_manifest_and_data_being_read_are_not_swept(storage: S
 
 
 def test_c69_the_best_survives_on_the_storage(storage: Storage) -> None:
-    """Scores .5 .9 | restart | .6 .7."""
+    """Case c69, scores .5 .9 | restart | .6 .7."""
     best = Retention(policies=(Newest(1), Best(1, "score", "max")), unhealthy=1)
     for step, attempt, score in ((1, 1, 0.5), (2, 1, 0.9), (3, 2, 0.6), (4, 2, 0.7)):
         prune(storage, best, commit(storage, step, attempt, metrics={"score": score}), attempt)

@@ -83,6 +83,18 @@ def test_attempts_have_the_same_number_on_all_nodes(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
 
 
+def test_a_budget_is_the_job_s_whichever_node_s_worker_fails(tmp_path: Path) -> None:
+    """Case c01: one failure on each of two nodes is two, and both say the same."""
+    killed = "        step.number == 3 and worker.rank == worker.attempt % 2 and os.kill(os.getpid(), 9)\n"
+    script = SCRIPT.replace("        step.optimize()\n", killed + "        step.optimize()\n")
+    with Job(tmp_path, "2", (*LAUNCH, "--max-restarts=1"), script) as job:
+        job.start(2)
+        assert [agent.wait(60) for agent in job.agents] == [1, 1], job.logs()
+        said = "elastic-runner: failed (1): 1 of 1 restarts after a crash are used, without progress ("
+        last = [[line for line in job.log(node).read_text().splitlines() if said in line] for node in range(2)]
+    assert len(last[0]) == 1 and last[0] == last[1], job.logs()
+
+
 def test_torchrun_s_own_rendezvous_is_used_as_well(tmp_path: Path) -> None:
     """c10d, which does not tell by itself that a node waits; what is lost with it is said."""
     script = tmp_path / "script.py"
@@ -100,7 +112,7 @@ def test_torchrun_s_own_rendezvous_is_used_as_well(tmp_path: Path) -> None:
             agent.wait()
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"]
-    assert all("rendezvous c10d: the node that hosts its store must not be lost" in each for each in said)
+    assert all("rendezvous c10d: whatever hosts its store must not be lost" in each for each in said)
 
 
 DIGITS = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", "4000", "--checkpoint.every", "1000")

@@ -18,6 +18,7 @@ import pytest
 
 from elastic_runner import paths
 from elastic_runner.chaos.driver import kill_tree
+from tests.support.waiting import eventually
 
 SCRIPT = '''
 import os, signal, sys, time
@@ -41,6 +42,18 @@ class Counting(torch.nn.Module):
     def forward(self, x):
         return -self.a.sum() + 0 * x.sum()
 
+class Part:
+    """Of the state; the save after a notice never ends."""
+    def __init__(self, worker):
+        self.worker = worker
+    def state_dict(self):
+        if MODE == "stuck save" and self.worker.stop_requested:
+            print("saving", flush=True)
+            time.sleep(600)
+        return {}
+    def load_state_dict(self, state):
+        pass
+
 def misbehave(worker, step):
     last = worker.rank == worker.world_size - 1
     if step.number != AT or not last:
@@ -52,7 +65,7 @@ def misbehave(worker, step):
         sys.exit(7)
     if MODE == "signal":
         signal.raise_signal(signal.SIGTERM)
-    if MODE == "wait":
+    if MODE in ("wait", "stuck save"):
         while not worker.stop_requested:
             time.sleep(0.02)
 
@@ -62,7 +75,7 @@ def main():
         model = worker.prepare(Counting())
         data = er.ElasticLoader(Ones(), config.data, worker)
         optimizer = torch.optim.SGD(model.parameters(), lr=1)
-        state = er.TrainState(model=model, optimizer=optimizer, data=data)
+        state = er.TrainState(model=model, optimizer=optimizer, data=data, part=Part(worker))
         checkpointer = er.Checkpointer(config.checkpoint, state, worker)
         worker.print("restored", checkpointer.restore())
         for step in worker.steps(state):
@@ -252,6 +265,24 @@ def test_stopped_continued_finished_and_extended(start: Start, tmp_path: Path) -
     run = start("", "--training.max-steps", "7")
     assert run.end() == 0
     assert "restored 6" in run.output and "rank 0 step 7" in run.output and "rank 0 step 6" not in run.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_save_that_is_cut_short_by_a_second_signal_leaves_the_one_before(
+    start: Start, number: signal.Signals, code: int
+) -> None:
+    """Case c26: out of patience, or of grace."""
+    often = ("--checkpoint.every", "2", "--checkpoint.mode", "sync")
+    run = start("stuck save", *often)
+    run.wait_for("now")
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_for("saving")
+    # The same signal within a second is the same notice: it is sent until it counts.
+    eventually(lambda: run.process.send_signal(number) or run.process.poll() is not None, every=0.1)
+    assert run.end() == code
+    run = start("", *often)
+    assert run.end() == 0
+    assert "restored 2" in run.output
 
 
 def test_a_signal_to_one_rank_stops_all_under_torchrun(start: Start, tmp_path: Path) -> None:

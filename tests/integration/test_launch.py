@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic_runner.chaos.driver import ObservedRun, launch_command
-from elastic_runner.data.ledger import Tally, effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import Tally, tally
 from elastic_runner.errors import ExitCode
 from elastic_runner.observability.summary import RunSummary
 from elastic_runner.storage import LocalStorage
@@ -145,6 +147,16 @@ def test_what_no_restart_can_cure_is_tried_once(tmp_path: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == code, result.stderr
         assert 1 <= result.stderr.count(word) <= 3  # once a rank at the most, and by the agent
+
+
+def test_a_script_that_cannot_start_is_tried_twice(tmp_path: Path) -> None:
+    """Case c02: whatever the restarts that are left."""
+    script = tmp_path / "script.py"
+    script.write_text("import no_such_module\n")
+    result = subprocess.run(launch_command(1, str(script)), capture_output=True, text=True, timeout=120)
+    assert result.returncode == ExitCode.DO_NOT_RETRY
+    assert result.stderr.count("ModuleNotFoundError: No module named 'no_such_module'") == 2
+    assert "the same failure 2 times before a first step was done" in result.stdout
 
 
 def test_a_value_that_torchrun_cannot_use_is_a_usage_error() -> None:

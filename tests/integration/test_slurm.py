@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from elastic_runner.data.ledger import effective, read_records, tally
+from elastic_runner.data.ledger import read_records
+from elastic_runner.data.lineage import effective
+from elastic_runner.data.tally import tally
 from elastic_runner.launch.slurm import SlurmJob, render
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import read_summary
@@ -128,6 +130,7 @@ class Job:
 def test_a_worker_killed_a_suspension_the_time_limit_a_preemption_and_a_second_start(
     slurm: Slurm, tmp_path: Path
 ) -> None:
+    """Case c24: one requeue for each interruption, and the next start goes on from what was saved."""
     job = Job(slurm, tmp_path, nodes="2", partition="preemptible")
     worker = job.wait_for_attempt(1)["workers"][1]
     os.kill(slurm.outside(slurm.number(worker["host"]), worker["pid"]), signal.SIGKILL)
@@ -179,6 +182,7 @@ def test_a_requeue_and_of_a_range_of_nodes_one_is_lost_and_the_others_go_on(slur
 def test_of_an_array_one_task_is_noticed_and_one_cancelled_and_a_job_beside_it_is_incurable(
     slurm: Slurm, tmp_path: Path
 ) -> None:
+    """Case c24: of an array, only the task that was interrupted is requeued."""
     (tmp_path / "other").mkdir()
     incurable = Job(slurm, tmp_path / "other", script="import sys; sys.exit(3)")
     array = Job(slurm, tmp_path, run_dir="run-$SLURM_ARRAY_TASK_ID", array="0-1")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_runner.checkpoint.manifest import Checkpoint, Manifest
@@ -103,7 +103,7 @@ def test_best_by_a_metric() -> None:
 
 
 def test_c69_the_best_is_kept_across_a_restart() -> None:
-    """Scores .5 .9 | restart | .6 .7: nothing but the manifests is carried over, and exactly k remain besides."""
+    """Case c69, scores .5 .9 | restart | .6 .7: only the manifests are carried over, and exactly k remain besides."""
     left: list[Checkpoint] = []
     retention = retention_of(CheckpointConfig(keep=1, keep_best=1, best_metric="score", best_mode="max"))
     for step, attempt, score in ((1, 1, 0.5), (2, 1, 0.9), (3, 2, 0.6), (4, 2, 0.7)):
@@ -199,6 +199,7 @@ checkpoints = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     found=st.lists(checkpoints, min_size=1, unique_by=lambda c: c.manifest.path),
     policies=policies,
@@ -224,6 +225,7 @@ def test_whatever_the_policies_and_the_history(
             assert {step for step, _ in left} >= set(sorted({step for step, _ in healthy})[-max(1, policy.count) :])
 
 
+@settings(deadline=None)
 @given(data=st.data(), policies=policies)
 def test_deleting_is_final_and_needs_no_memory(policies: list[Policy], data: st.DataObject) -> None:
     """Over a whole run, deciding again changes nothing, and each state's newest healthy one is there."""

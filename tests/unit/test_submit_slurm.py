@@ -108,7 +108,7 @@ def test_a_job_that_is_not_taken_is_said_and_its_file_kept(
 
 
 class Batch:
-    """The job's file run by bash, with programs in SLURM's place that say in ``log`` what they were asked."""
+    """Case c24: the job's file run by bash, with programs in SLURM's place that say in ``log`` what they were asked."""
 
     def __init__(self, directory: Path, srun: str, *, state: str = "RUNNING", scontrol: str = "exit 0") -> None:
         self.log = directory / "log"
@@ -175,8 +175,16 @@ def test_a_job_that_slurm_is_ending_is_not_requeued(tmp_path: Path) -> None:
     assert Batch(tmp_path, "exit 75", state="COMPLETING").end() == (75, "")
 
 
-def test_a_requeue_that_is_refused_is_said(tmp_path: Path) -> None:
-    job = Batch(tmp_path, "exit 75", scontrol="exit 1").start()
+@pytest.mark.parametrize("there", [True, False], ids=["refused", "no scontrol"])
+def test_a_requeue_that_fails_is_said(there: bool, tmp_path: Path) -> None:
+    """The agents have saved and left before."""
+    batch = Batch(tmp_path, "exit 75", scontrol="exit 1")
+    variables = {}
+    if not there:
+        (tmp_path / "bin" / "scontrol").unlink()
+        (tmp_path / "bin" / "bash").symlink_to("/bin/bash")
+        variables["PATH"] = str(tmp_path / "bin")
+    job = batch.start(**variables)
     output, _ = job.communicate(timeout=30)
     assert (job.returncode, output.decode().splitlines()[-1]) == (75, "not requeued: start it again by sbatch")
 
