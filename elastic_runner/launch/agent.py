@@ -335,7 +335,7 @@ class Agent(LocalElasticAgent):
             thread.join(UPLOAD)
         if isinstance(self._handler, ElasticRendezvous):
             if given.code in (ExitCode.INTERRUPTED, ExitCode.UNHEALTHY_NODE):
-                self._handler.leave(done=False)
+                self._handler.leave(done=False, unhealthy=given.code == ExitCode.UNHEALTHY_NODE)
             else:
                 self._handler.end_job(verdict.encode(given))
         return EndOfJob(given)

@@ -18,8 +18,10 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from elastic_runner.errors import StorageError
 from elastic_runner.launch.rendezvous import member
+from elastic_runner.launch.rendezvous.backoff import Loss, machine
 from elastic_runner.launch.rendezvous.epochs import Epochs, Record
-from elastic_runner.launch.rendezvous.handler import create_handler
+from elastic_runner.launch.rendezvous.handler import ElasticRendezvous, create_handler
+from elastic_runner.launch.rendezvous.member import Place
 from elastic_runner.launch.rendezvous.wire import Lines, encode
 from elastic_runner.storage import LocalStorage
 from tests.support.nodes import SHORT, Node, nodes, together
@@ -133,6 +135,80 @@ def test_the_host_goes_and_another_one_takes_over(how: str, endpoint: str) -> No
         assert [node.worlds[-1].rank for node in order] == [0, 1]
         newest, ended = epochs(endpoint).newest()
         assert newest is not None and (newest.epoch, ended) == (2, False)
+        assert epochs(endpoint).lost(1) == (how == "die")
+
+
+def lose(node: Node, how: str) -> None:
+    node.die() if how == "die" else node.tell(how)
+
+
+def test_a_node_that_keeps_dying_waits_and_disturbs_nobody(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Case c01: it comes back at once after an accident; after the next one in a row it waits as a spare does."""
+    conf = {"backoff": 3.0}
+    with nodes(endpoint, 2, conf=conf) as steady:
+        for _ in range(2):
+            flaky = Node(endpoint, conf=conf, machine="flaky")
+            together([*steady, flaky])
+            lost = time.monotonic()
+            flaky.die()
+            together(steady)
+        before = [len(node.worlds) for node in steady]
+        flaky = Node(endpoint, conf=conf, machine="flaky")
+        together([*steady, flaky])
+        assert time.monotonic() - lost >= 3.0
+        assert [len(node.worlds) for node in steady] == [count + 1 for count in before]
+        for says in (f"{flaky.handler.node} was lost 2 times in a row", "this node was lost 2 times in a row"):
+            assert caplog.text.count(says) == 1
+        flaky.end()
+
+
+def test_a_node_without_which_there_is_no_world_never_waits(endpoint: str) -> None:
+    all_nodes = [Node(endpoint, nodes=(3, 3), conf={"backoff": 600.0}, machine=name) for name in "abc"]
+    together(all_nodes)
+    for _ in range(3):
+        flaky = next(node for node in all_nodes if node.handler.node.startswith("c"))
+        flaky.die()
+        all_nodes.remove(flaky)
+        all_nodes.append(Node(endpoint, nodes=(3, 3), conf={"backoff": 600.0}, machine="c"))
+        together(all_nodes)
+    for node in all_nodes:
+        node.end()
+
+
+@pytest.mark.parametrize("how", ["die", "unhealthy"])
+def test_the_next_hosts_know_a_node_that_keeps_being_lost(how: str, endpoint: str) -> None:
+    """Were it a host itself."""
+    conf = {"backoff": 600.0}
+    flaky = Node(endpoint, conf=conf, machine="flaky")
+    eventually(lambda: flaky.hosts)
+    steady = {name: Node(endpoint, conf=conf, machine=name) for name in "ab"}
+    for _ in range(2):
+        together([flaky, *steady.values()])
+        lose(flaky, how)
+        together([*steady.values()])
+        flaky = Node(endpoint, conf=conf, machine="flaky")
+    eventually(lambda: flaky.handler._member is not None and flaky.handler._member._held_until)
+    host = next(name for name, node in steady.items() if node.hosts)
+    lose(steady.pop(host), how)
+    together([*steady.values()])
+    eventually(lambda: flaky.handler._member is not None and flaky.handler._member.epoch == 3)
+    steady[host] = Node(endpoint, conf=conf, machine=host)
+    together([*steady.values()])
+    assert flaky.handler._member is not None and flaky.handler._member._held_until and not flaky.worlds
+    for node in (flaky, *steady.values()):
+        node.end()
+
+
+@pytest.mark.parametrize(("times", "waits"), [(1, False), (2, True)])
+def test_a_node_that_keeps_being_lost_lets_others_host(times: int, waits: bool, endpoint: str) -> None:
+    handler = create_handler(RendezvousParameters("elastic", endpoint, "job", 1, 3, local_addr="127.0.0.1", **SHORT))
+    assert isinstance(handler, ElasticRendezvous)
+    now = time.monotonic()
+    losses = {machine(handler.node): Loss(times=times, until=now, node=handler.node)}
+    handler._place = Place(round=1, rank=0, nodes=3, port=1, losses=losses)
+    handler._leave_epoch()
+    assert (handler._not_before > now) is waits
+    handler.shutdown()
 
 
 def test_a_host_that_is_replaced_gives_way_and_joins(endpoint: str) -> None:
@@ -293,7 +369,7 @@ def test_an_endpoint_on_s3(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_old_epochs_are_cleared_away(endpoint: str) -> None:
     for number in range(1, 21):
         assert epochs(endpoint).open(Record(epoch=number, addresses=("127.0.0.1",), port=1, token="x"))
-        epochs(endpoint).end(number, "over", closed=None)
+        epochs(endpoint).end(number, "over", lost=False, closed=None)
     node = Node(endpoint)
     together([node])
     eventually(lambda: len([p for p in (Path(endpoint) / "job").iterdir() if p.suffix == ".json"]) == 8)
@@ -309,6 +385,9 @@ def test_a_node_comes_back_under_its_own_name_before_its_old_connection_ends(end
             again.sendall(encode({"hello": record.token, "node": node.handler.node}))
             eventually(lambda: len(node.worlds) > 1)
         together(all_nodes)
+        host = host_of(all_nodes).handler._host
+        assert host is not None
+        assert [loss.times for loss in host._state.losses.values()] == [1], "that it was lost counts"
 
 
 def test_settings_of_short_tests_are_valid() -> None:

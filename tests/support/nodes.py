@@ -36,13 +36,21 @@ class Node:
     """An agent in a thread; its workers run until told otherwise."""
 
     def __init__(
-        self, endpoint: str, *, nodes: tuple[int, int] = (1, 3), workers: int = 1, conf: Mapping[str, object] = {}
+        self,
+        endpoint: str,
+        *,
+        nodes: tuple[int, int] = (1, 3),
+        workers: int = 1,
+        conf: Mapping[str, object] = {},
+        machine: str | None = None,
     ) -> None:
         handler = create_handler(
             RendezvousParameters("elastic", endpoint, "job", *nodes, local_addr="127.0.0.1", **{**SHORT, **conf})
         )
         assert isinstance(handler, ElasticRendezvous)
         self.handler = handler
+        if machine is not None:
+            handler.node = f"{machine}:{handler.node.partition(':')[2]}"
         self.worlds: list[World] = []
         self.ranks: list[int] = []
         """The first global rank of each round."""
@@ -69,7 +77,8 @@ class Node:
         return not self._thread.is_alive()
 
     def tell(self, what: str) -> None:
-        """``restart``: its workers have failed; ``fail``: for good; ``done``: they have finished; ``leave``."""
+        """``restart``: its workers have failed; ``fail``: for good; ``done``: they have finished; the node is to
+        ``leave``, or does as ``unhealthy``."""
         self._told = what
 
     def die(self) -> None:
@@ -95,7 +104,7 @@ class Node:
     def _run(self) -> None:
         spec = WorkerSpec(role="default", local_world_size=self._workers, rdzv_handler=self.handler, entrypoint="none")
         try:
-            while self._told not in ("done", "fail", "leave", "die"):
+            while self._told not in ("done", "fail", "leave", "unhealthy", "die"):
                 self._told = ""
                 info = self.handler.next_rendezvous()
                 assign = SimpleElasticAgent._assign_worker_ranks.__wrapped__  # type: ignore[attr-defined]
@@ -112,8 +121,8 @@ class Node:
                     raise RuntimeError("restarts used up")
                 except RuntimeError:
                     self.handler.shutdown()
-            elif self._told == "leave":
-                self.handler.leave(done=False)
+            elif self._told in ("leave", "unhealthy"):
+                self.handler.leave(done=False, unhealthy=self._told == "unhealthy")
         except BaseException as error:
             self.error = error
             with suppress(Exception):

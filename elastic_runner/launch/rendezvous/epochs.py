@@ -18,7 +18,7 @@ class Record:
     epoch: int
     """Its number, from 1."""
     node: str = ""
-    """Its name, for people: host:pid:word."""
+    """Its name: machine:pid:word."""
     addresses: tuple[str, ...]
     """Names and addresses of the host, the likeliest first."""
     port: int
@@ -70,17 +70,25 @@ class Epochs:
         """Give a sign of life."""
         self._storage.put(paths.epoch_beat(epoch), beat.encode())
 
-    def end(self, epoch: int, reason: str, *, closed: str | None) -> None:
-        """Say that the epoch is over; ``closed``: why the job is, too."""
-        self._storage.put(paths.epoch_end(epoch), json.dumps({"reason": reason, "closed": closed}).encode())
+    def end(self, epoch: int, reason: str, *, lost: bool, closed: str | None) -> None:
+        """Say that the epoch is over; ``lost``: its host does not leave in order; ``closed``: why the job is, too."""
+        said = {"reason": reason, "lost": lost, "closed": closed}
+        self._storage.put(paths.epoch_end(epoch), json.dumps(said).encode())
 
     def closed(self, epoch: int) -> str | None:
         """Why the job was over with this epoch; None when it was not."""
+        closed = self._said(epoch, "closed")
+        return None if closed is None else str(closed)
+
+    def lost(self, epoch: int) -> bool:
+        """Whether its host has not left in order."""
+        return self._said(epoch, "lost") is not False
+
+    def _said(self, epoch: int, what: str) -> object:
         try:
-            closed = json.loads(self._storage.read(paths.epoch_end(epoch)))["closed"]
+            return json.loads(self._storage.read(paths.epoch_end(epoch)))[what]
         except (NotFound, ValueError, TypeError, KeyError):
             return None
-        return None if closed is None else str(closed)
 
     def forget(self, epoch: int) -> None:
         """Delete what is left of epochs long before this one."""

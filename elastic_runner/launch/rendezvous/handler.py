@@ -204,15 +204,15 @@ class ElasticRendezvous(RendezvousHandler):
         self.leave(done=error is None)
         return True
 
-    def leave(self, *, done: bool) -> None:
-        """Go; the others go on. ``done``: with the work complete."""
+    def leave(self, *, done: bool, unhealthy: bool = False) -> None:
+        """Go; the others go on. ``done``: with the work complete; ``unhealthy``: as a node that is lost."""
         self._gone = True
         atexit.unregister(self.leave)
         if self._member is not None:
-            self._member.leave(done=done)
+            self._member.leave(done=done, unhealthy=unhealthy)
             self._member = None
         if self._host is not None:
-            self._host.close(wait=done)
+            self._host.close(wait=done, lost=unhealthy)
             self._host = None
 
     def _enter(self, end: float) -> Member:
@@ -229,7 +229,7 @@ class ElasticRendezvous(RendezvousHandler):
                 record, view = self._look(view)
                 decision = election.decide(view, now, patience=self._settings.patience, not_before=self._not_before)
                 if isinstance(decision, election.Open):
-                    self._open(decision.epoch)
+                    self._open(decision.epoch, record)
                 elif isinstance(decision, election.Connect) and record is not None:
                     member, refused = enter(record, self.node, self._settings, first=next(tries))
                     if member is not None:
@@ -257,7 +257,8 @@ class ElasticRendezvous(RendezvousHandler):
         beat = None if ended else self._epochs.beat(epoch)
         return record, election.look(view, time.monotonic(), epoch=epoch, ended=ended, beat=beat)
 
-    def _open(self, epoch: int) -> None:
+    def _open(self, epoch: int, former: Record | None) -> None:
+        deposed = former.node if former is not None and former.node and self._epochs.lost(former.epoch) else None
         listener = listen()
         port = int(listener.getsockname()[1])
         record = Record(epoch=epoch, node=self.node, addresses=self._addresses, port=port, token=uuid.uuid4().hex)
@@ -267,17 +268,20 @@ class ElasticRendezvous(RendezvousHandler):
         log.info("this node hosts epoch %d of %s", epoch, self._epochs.url)
         if self._host is not None:
             self._host.close()
-        self._host = Host(self._epochs, record, listener, self._rules, self._settings)
+        self._host = Host(self._epochs, record, listener, self._rules, self._settings, deposed)
         self._epochs.forget(epoch)
 
     def _leave_epoch(self) -> None:
         if self._member is not None:
             self._member.close()
             self._member = None
-        if self._host is not None:
+        now = time.monotonic()
+        losses = {} if self._place is None else self._place.losses
+        if self._host is not None or self._rules.backoff.unsteady(losses, self.node, now):
             # Who has lost most of the others is more likely cut off than they: let them go first.
-            self._not_before = time.monotonic() + 2 * self._settings.patience
-            self._host.close()
+            self._not_before = now + 2 * self._settings.patience
+        if self._host is not None:
+            self._host.close(lost=not self._gone)
             self._host = None
 
     def _info(self, member: Member, place: Place) -> RendezvousInfo:

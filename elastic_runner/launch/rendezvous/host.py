@@ -16,11 +16,13 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
 from elastic_runner.errors import StorageError
-from elastic_runner.launch.rendezvous import membership
+from elastic_runner.launch.rendezvous import backoff, membership
+from elastic_runner.launch.rendezvous.backoff import Losses
 from elastic_runner.launch.rendezvous.board import Board
 from elastic_runner.launch.rendezvous.epochs import Epochs, Record
 from elastic_runner.launch.rendezvous.membership import (
@@ -30,6 +32,7 @@ from elastic_runner.launch.rendezvous.membership import (
     Event,
     Finish,
     Form,
+    Hold,
     Join,
     Leave,
     Membership,
@@ -51,6 +54,7 @@ _MAKING = 20.0
 _UNSENT = 4 << 20
 """Bytes waiting for a node that does not read them, at which it counts as gone."""
 _CHUNK = 1 << 16
+_LEFT = "its host has left"
 
 
 @dataclass(eq=False)
@@ -92,10 +96,19 @@ class _WorkerStore:
 
 
 class Host:
-    """Hosts one epoch from construction to ``close``. ``listener``: listening already, its port on record."""
+    """Hosts one epoch from construction to ``close``. ``listener``: listening already, its port on record.
+
+    ``deposed``: the host before, where it was lost.
+    """
 
     def __init__(
-        self, epochs: Epochs, record: Record, listener: socket.socket, rules: Rules, settings: Settings
+        self,
+        epochs: Epochs,
+        record: Record,
+        listener: socket.socket,
+        rules: Rules,
+        settings: Settings,
+        deposed: str | None = None,
     ) -> None:
         self.received = self.sent = 0
         """Messages so far."""
@@ -104,6 +117,8 @@ class Host:
         self._listener = listener
         self._rules = rules
         self._settings = settings
+        self._deposed = deposed
+        self._began = time.monotonic()
         self._state = Membership()
         self._board = Board()
         self._peers: dict[str, _Peer] = {}
@@ -130,11 +145,11 @@ class Host:
         """Whether it has resigned or was replaced."""
         return self._over.is_set()
 
-    def close(self, *, wait: bool = False) -> None:
-        """End the epoch; ``wait``: not before its world has gone, for some seconds."""
+    def close(self, *, wait: bool = False, lost: bool = False) -> None:
+        """End the epoch; ``wait``: not before its world has gone, for some seconds; ``lost``: not in order."""
         if wait:
             self._empty.wait(_LEAVING)
-        self._end("its host has left")
+        self._end("its host is lost" if lost else _LEFT)
         for thread in self._threads:
             thread.join(_ENDING)
 
@@ -219,7 +234,7 @@ class Host:
         if peer.node is not None and self._peers.get(peer.node) is peer:
             del self._peers[peer.node]
             self._board.forget(peer.node)
-            self._apply(Leave(node=peer.node, reason=reason))
+            self._apply(Leave(node=peer.node, lost=self._counts(peer.node), reason=reason))
 
     def _take(self, peer: _Peer, message: Message) -> None:
         self.received += 1
@@ -235,11 +250,15 @@ class Host:
             if self._closed is not None:
                 self._tell([node], {"closed": self._closed})
             self._attempts = max(self._attempts, int(message.get("attempt", 0)))
-            self._apply(Join(node=node, rank=message["join"], nodes=int(message["nodes"] or 0)))
+            losses = self._inherited(message.get("losses", []))
+            self._apply(Join(node=node, rank=message["join"], nodes=int(message["nodes"] or 0), losses=losses))
             if node in self._state.waiting and self._state.running:
                 self._tell([node], {"spare": self._state.round})
         elif "leave" in message:
-            self._apply(Leave(node=node, done=bool(message["leave"])))
+            unhealthy = bool(message.get("unhealthy"))
+            lost = unhealthy and self._counts(node)
+            reason = "is unhealthy" if unhealthy else "has left"
+            self._apply(Leave(node=node, done=bool(message["leave"]), lost=lost, reason=reason))
         elif "close" in message:
             self._closed = str(message["close"])
             self._tell([other for other in self._peers if other != node], {"closed": self._closed})
@@ -247,12 +266,23 @@ class Host:
             for asker, answer in self._board.take(node, message):
                 self._tell([asker], answer)
 
+    def _inherited(self, packed: Any) -> Losses:
+        """What a node knows, and how the epoch before has ended, which later rounds of this one tell."""
+        losses = backoff.unpack(packed, time.monotonic())
+        if self._deposed is None or self._state.round > 0:
+            return losses
+        return self._rules.backoff.lose(losses, self._deposed, self._began)
+
+    def _counts(self, node: str) -> bool:
+        """Whether a loss of this node is for this host to count: its own is for the next one, which counts it once."""
+        return node != self._record.node
+
     def _welcome(self, peer: _Peer, node: str) -> None:
         former = self._peers.get(node)
+        if former is not None:  # it has come back before the end of its old connection was noticed
+            self._drop(former, "has lost its connection")
         peer.node = node
         self._peers[node] = peer
-        if former is not None:  # it has come back before the end of its old connection was noticed
-            self._drop(former, "")
         self._tell([node], {"welcome": self._record.epoch})
 
     def _apply(self, event: Event) -> None:
@@ -276,6 +306,12 @@ class Host:
             self._tell(action.nodes, {"break": action.round, "reason": action.reason})
         elif isinstance(action, Form):
             self._form(action)
+        elif isinstance(action, Hold):
+            log.warning(
+                "rendezvous: epoch %d: %s was lost %d times in a row; it waits %.0f s for a place, unless it is needed",
+                *(self._record.epoch, action.node, action.times, action.seconds),
+            )
+            self._tell([action.node], {"hold": action.seconds, "times": action.times})
         elif isinstance(action, Finish):
             self._tell(action.spares, {"finished": True})
             self._tell(action.stranded, {"closed": "the other nodes have finished"})
@@ -289,10 +325,10 @@ class Host:
         self._worker_stores = [*self._worker_stores[-1:], _WorkerStore(listener)]
         self._board = Board()
         self._attempts += 1
+        place: Message = {"form": action.round, "nodes": len(action.nodes), "port": port, "attempt": self._attempts}
+        place["losses"] = backoff.pack(self._state.losses, time.monotonic())
         for rank, node in enumerate(action.nodes):
-            place = {"form": action.round, "rank": rank, "nodes": len(action.nodes), "port": port}
-            place["attempt"] = self._attempts
-            self._tell([node], place)
+            self._tell([node], {**place, "rank": rank})
         self._tell(self._state.waiting, {"spare": action.round})
 
     def _tell(self, nodes: Iterable[str], message: Message) -> None:
@@ -338,4 +374,5 @@ class Host:
                 trouble = True
             self._over.wait(self._settings.beat)
         with suppress(StorageError):
-            self._epochs.end(self._record.epoch, self._ending or "", closed=self._closed)
+            lost = self._ending != _LEFT
+            self._epochs.end(self._record.epoch, self._ending or "", lost=lost, closed=self._closed)

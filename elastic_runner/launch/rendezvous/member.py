@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_runner.launch.rendezvous import backoff
+from elastic_runner.launch.rendezvous.backoff import Losses
 from elastic_runner.launch.rendezvous.epochs import Record
 from elastic_runner.launch.rendezvous.settings import Settings
 from elastic_runner.launch.rendezvous.wire import Lines, Message, encode, quick
@@ -54,6 +56,8 @@ class Place:
     """Port of the store for the round's workers, on the epoch's host."""
     attempt: int = 1
     """How many worlds the job has had, this one included: the same on all nodes, through all epochs."""
+    losses: Losses = field(default_factory=dict)
+    """What the host knew of nodes that keep being lost, for the next one; times are of this node's clock."""
 
 
 def enter(record: Record, node: str, settings: Settings, first: int = 0) -> tuple[Member | None, bool]:
@@ -102,6 +106,7 @@ class Member:
         self._answers: dict[int, list[Any]] = {}
         self._place: Place | None = None
         self._waiting = self._needed = 0
+        self._held_until, self._times = 0.0, 0
         self._spare = self._finished = self._left = False
         self._broken: tuple[int, str] = (0, "")
         self._lost: str | None = None
@@ -139,10 +144,12 @@ class Member:
 
         Raises EpochLost, Closed, Finished, NoWorld.
         """
-        self._place, self._spare = None, False
-        attempt = 0 if last is None else last.attempt
-        self._say({"join": last and last.rank, "nodes": last and last.nodes, "attempt": attempt})
+        self._place, self._spare, self._held_until = None, False, 0.0
         start = time.monotonic()
+        said: Message = {"join": last and last.rank, "nodes": last and last.nodes}
+        if last is not None:
+            said |= {"attempt": last.attempt, "losses": backoff.pack(last.losses, start)}
+        self._say(said)
         word = _FIRST_WORD
         with self._changed:
             while True:
@@ -170,10 +177,10 @@ class Member:
             self._changed.wait_for(lambda: self.over is not None or self._left, seconds)
         return self.over
 
-    def leave(self, *, done: bool) -> None:
-        """Go; ``done``: with the work complete."""
+    def leave(self, *, done: bool, unhealthy: bool = False) -> None:
+        """Go; ``done``: with the work complete; ``unhealthy``: what is held against this node when it comes back."""
         with suppress(EpochLost):
-            self._say({"leave": done})
+            self._say({"leave": done, "unhealthy": unhealthy})
         self.close()
 
     def end_job(self, reason: str) -> None:
@@ -212,6 +219,9 @@ class Member:
                 raise TimeoutError(f"no answer within {seconds:g} s")
 
     def _state_of_waiting(self) -> str:
+        held = self._held_until - time.monotonic()
+        if held > 0:
+            return f"this node was lost {self._times} times in a row; it waits {held:.0f} s for a place, unless needed"
         if self._spare:
             return "as many nodes as allowed are at work; this one waits to step in"
         return f"waiting for more nodes: {self._waiting} of {self._needed} are here"
@@ -282,7 +292,11 @@ class Member:
                     nodes=message["nodes"],
                     port=message["port"],
                     attempt=message["attempt"],
+                    losses=backoff.unpack(message["losses"], time.monotonic()),
                 )
+            elif "hold" in message:
+                self._held_until, self._times = time.monotonic() + message["hold"], message["times"]
+                log.warning("rendezvous: %s", self._state_of_waiting())
             elif "spare" in message:
                 self._spare = True
             elif "break" in message:

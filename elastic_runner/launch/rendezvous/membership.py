@@ -3,6 +3,7 @@
 A round is one world of nodes. It is broken when a member is lost, leaves, comes back for another one (its workers
 ended), or when a newcomer can be taken in; then the members come back and the next round is formed. Survivors keep
 their order. A node whose connection was closed is gone; silence may be the network's fault, and even this host's.
+One that is lost again and again is held for a while when it comes back, as a spare is, unless it is needed.
 Time is the host's own monotonic clock: two machines' clocks are never compared.
 """
 
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
+
+from elastic_runner.launch.rendezvous import backoff
+from elastic_runner.launch.rendezvous.backoff import Backoff, Losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class Rules:
     """Seconds that later rounds wait for members that are alive but busy ending their workers."""
     lease: float = 3.0
     """Seconds without a sign of life after which a node is lost."""
+    backoff: Backoff = field(default_factory=Backoff)
+    """How long one that is lost again and again is held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,10 @@ class Membership:
     """Survivors of another host's world, as they tell; with them the first round of this host is complete."""
     since: float | None = None
     """When the smallest world was first there since the last round, or when that round broke."""
+    losses: Losses = field(default_factory=dict)
+    """Machines whose nodes were lost from worlds, under this host or earlier ones."""
+    held: Mapping[str, float] = field(default_factory=dict)
+    """Waiting nodes that are not to be taken in yet, with the end of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +76,8 @@ class Join:
     """Its rank in its last world, under this host or another."""
     nodes: int = 0
     """Nodes of that world."""
+    losses: Losses = field(default_factory=dict)
+    """What it knows from an earlier host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +93,8 @@ class Leave:
 
     node: str
     done: bool = False
+    lost: bool = False
+    """Whether it did not go in order, which is held against it."""
     reason: str = "has left"
 
 
@@ -107,6 +121,16 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Tell a waiting node, and people, that it is not taken in for so many seconds, unless it is needed."""
+
+    node: str
+    seconds: float
+    times: int
+    """How often in a row its machine was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resign:
     """Most of the world is lost to this host at once: it is more likely to be cut off than they."""
 
@@ -127,7 +151,7 @@ _NEWCOMER = 1 << 30
 """Comes after every rank."""
 
 Event: TypeAlias = Join | Alive | Leave | Tick
-Action: TypeAlias = Break | Form | Resign | Finish
+Action: TypeAlias = Break | Form | Hold | Resign | Finish
 
 
 def transition(state: Membership, event: Event, now: float, rules: Rules) -> tuple[Membership, list[Action]]:
@@ -140,18 +164,23 @@ def transition(state: Membership, event: Event, now: float, rules: Rules) -> tup
         state = replace(state, seen={**state.seen, **known})
     elif isinstance(event, Leave):
         done = event.done and event.node in state.world
-        state = _drop(state, {event.node: "" if event.done else event.reason}, now, actions)
+        gone = {event.node: "" if event.done else event.reason}
+        state = _drop(state, gone, now, rules, actions, lost=event.lost)
         state = replace(state, done=state.done or done)
     state = _lapse(state, now, rules, actions)
-    if not any(isinstance(action, Resign) for action in actions):
-        state = _form(state, now, rules, actions)
-    return state, actions
+    if any(isinstance(action, Resign) for action in actions):
+        return state, actions
+    held = _held(state, now)
+    state = _admit(state, held, now, rules, actions)
+    state = _form(state, held, now, rules, actions)
+    return _hold(state, held, now, actions), actions
 
 
 def next_deadline(state: Membership, rules: Rules) -> float | None:
     """When a Tick may change something, seconds of the same clock; None: never by itself."""
     times = [seen + rules.lease for seen in state.seen.values()]
-    if not state.running and state.since is not None:
+    times += state.held.values()
+    if not state.running and state.since is not None and len(state.waiting) >= rules.min_nodes:
         times.append(state.since + (rules.rejoin if state.world else rules.last_call))
     return min(times, default=None)
 
@@ -160,23 +189,57 @@ def _join(state: Membership, event: Join, now: float, rules: Rules, actions: lis
     node = event.node
     # A new host means that the old one, at least, is not coming.
     expected = state.expected if state.round else max(state.expected, event.nodes - 1)
-    state = replace(state, seen={**state.seen, node: now}, expected=expected)
+    losses = rules.backoff.learn(state.losses, event.losses, now)
+    state = replace(state, seen={**state.seen, node: now}, expected=expected, losses=losses)
     if node not in state.waiting:
         number = state.arrivals + 1
         place = (_NEWCOMER if event.rank is None else event.rank, number)
         state = replace(state, waiting={**state.waiting, node: place}, arrivals=number)
     if node in state.world:
         return _break(state, f"the workers of {node} have ended", now, actions)
-    if state.running and len(state.world) == state.size < rules.max_nodes:  # none of it is done
-        return _break(state, f"{node} joins", now, actions)
     return state
 
 
-def _drop(state: Membership, gone: Mapping[str, str], now: float, actions: list[Action]) -> Membership:
+def _admit(state: Membership, held: Mapping[str, float], now: float, rules: Rules, actions: list[Action]) -> Membership:
+    """Break the round for a newcomer, where there is room for it."""
+    if state.running and len(state.world) == state.size < rules.max_nodes:  # none of it is done
+        for node in state.waiting:
+            if node not in held:
+                return _break(state, f"{node} joins", now, actions)
+    return state
+
+
+def _held(state: Membership, now: float) -> dict[str, float]:
+    """Who has to wait, with the end of that: who was lost, and new agents of its machine; not another that is left."""
+    waits = {machine: loss for machine, loss in state.losses.items() if loss.until > now}
+    held = {}
+    for node, (rank, _) in state.waiting.items() if waits else ():
+        loss = waits.get(backoff.machine(node))
+        if loss is not None and (rank == _NEWCOMER or node == loss.node) and node not in state.world:
+            held[node] = loss.until
+    return held
+
+
+def _hold(state: Membership, held: Mapping[str, float], now: float, actions: list[Action]) -> Membership:
+    """What is left of ``held`` after the round was formed."""
+    held = {node: until for node, until in held.items() if node in state.waiting}
+    for node, until in held.items():
+        if node not in state.held:
+            times = state.losses[backoff.machine(node)].times
+            actions.append(Hold(node=node, seconds=until - now, times=times))
+    return replace(state, held=held)
+
+
+def _drop(
+    state: Membership, gone: Mapping[str, str], now: float, rules: Rules, actions: list[Action], *, lost: bool
+) -> Membership:
     """Take nodes out, each with the reason; an empty reason breaks nothing."""
-    lost = [node for node in state.world if gone.get(node)]
+    members = [node for node in state.world if gone.get(node)]
+    if members:
+        state = _break(state, "; ".join(f"{node} {gone[node]}" for node in members), now, actions, gone=gone)
     if lost:
-        state = _break(state, "; ".join(f"{node} {gone[node]}" for node in lost), now, actions, gone=gone)
+        for node in members:
+            state = replace(state, losses=rules.backoff.lose(state.losses, node, now))
     return replace(
         state,
         world=tuple(node for node in state.world if node not in gone),
@@ -204,13 +267,13 @@ def _lapse(state: Membership, now: float, rules: Rules, actions: list[Action]) -
     if not silent:
         return state
     lost = sum(node in silent for node in state.world)
-    state = _drop(replace(state, silent=state.silent + lost), silent, now, actions)
+    state = _drop(replace(state, silent=state.silent + lost), silent, now, rules, actions, lost=True)
     if lost and 2 * state.silent > state.size:
         actions.append(Resign(reason=f"{state.silent} of {state.size} nodes went silent"))
     return state
 
 
-def _form(state: Membership, now: float, rules: Rules, actions: list[Action]) -> Membership:
+def _form(state: Membership, held: Mapping[str, float], now: float, rules: Rules, actions: list[Action]) -> Membership:
     """The next round, if it is time for it."""
     if state.running:
         if state.done and not state.world:
@@ -223,10 +286,11 @@ def _form(state: Membership, now: float, rules: Rules, actions: list[Action]) ->
         state = replace(state, since=None)
     if state.done and not enough and all(node in state.waiting for node in state.world):
         return _finish(state, actions)
-    if not enough or not _complete(state, now, rules):
+    free = len(state.waiting) - len(held)
+    if not enough or not _complete(state, free, now, rules):
         return state
-    order = sorted(state.waiting, key=lambda node: state.waiting[node])
-    chosen = tuple(order[: rules.max_nodes])
+    order = sorted(state.waiting, key=lambda node: (node in held, state.waiting[node]))
+    chosen = tuple(order[: min(max(free, rules.min_nodes), rules.max_nodes)])
     number = state.round + 1
     actions.append(Form(round=number, nodes=chosen))
     return replace(
@@ -240,6 +304,7 @@ def _form(state: Membership, now: float, rules: Rules, actions: list[Action]) ->
         expected=0,
         waiting={node: place for node, place in state.waiting.items() if node not in chosen},
         since=None,
+        losses=backoff.release(state.losses, held.keys() & set(chosen), now),
     )
 
 
@@ -252,11 +317,11 @@ def _finish(state: Membership, actions: list[Action]) -> Membership:
     return replace(state, world=(), running=True, done=False, waiting={})
 
 
-def _complete(state: Membership, now: float, rules: Rules) -> bool:
-    """Whether there is nobody left to wait for."""
+def _complete(state: Membership, free: int, now: float, rules: Rules) -> bool:
+    """Whether there is nobody left to wait for. ``free``: how many wait and can be taken in."""
     since = now if state.since is None else state.since
     if state.world:
         survivors_back = all(node in state.waiting for node in state.world)
         return survivors_back or now - since >= rules.rejoin
-    complete = min(rules.max_nodes, state.expected or rules.max_nodes)
-    return len(state.waiting) >= complete or now - since >= rules.last_call
+    complete = max(rules.min_nodes, min(rules.max_nodes, state.expected or rules.max_nodes))
+    return free >= complete or now - since >= rules.last_call

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic_runner.errors import ConfigError
+from elastic_runner.launch.rendezvous.backoff import Backoff
 from elastic_runner.launch.rendezvous.membership import Rules
 
 
@@ -29,11 +30,15 @@ class Settings:
     """How long connecting to a host may take."""
     join_timeout: float = 600.0
     """How long to wait for a world."""
+    backoff: float = 30.0
+    """How long a node that was lost twice in a row waits for a place, doubled with each further one; 0: nobody does."""
+    backoff_most: float = 1800.0
+    """How long it waits at most; so long after its wait, its losses are forgotten."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if not (value > 0 or (field.name == "backoff" and value == 0)):
                 raise ConfigError(f"--rdzv-conf {field.name}={value}: must be more than 0 seconds")
         if self.patience < 2 * self.beat:
             raise ConfigError(
@@ -44,7 +49,12 @@ class Settings:
     def rules(self, *, min_nodes: int, max_nodes: int) -> Rules:
         """The host's part of them."""
         return Rules(
-            min_nodes=min_nodes, max_nodes=max_nodes, last_call=self.last_call, rejoin=self.rejoin, lease=self.lease
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            last_call=self.last_call,
+            rejoin=self.rejoin,
+            lease=self.lease,
+            backoff=Backoff(first=self.backoff, most=self.backoff_most),
         )
 
 
