@@ -2,9 +2,10 @@
 
 from elastic_runner.storage.local import LocalStorage
 from elastic_runner.storage.protocol import Storage, Written
-from elastic_runner.storage.remote import FsspecStorage, abort_old_uploads, creates_exclusively, open_storage
+from elastic_runner.storage.remote import SECRET, FsspecStorage, abort_old_uploads, creates_exclusively, open_storage
 
 __all__ = [
+    "SECRET",
     "FsspecStorage",
     "LocalStorage",
     "Storage",

@@ -44,7 +44,8 @@ _WINDOW = 8 * PART
 # S3 takes no more parts.
 _MOST_PARTS = 10_000
 _PASSWORD = re.compile(r"://[^/@]*:[^@]*@")
-_SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNORECASE)
+SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNORECASE)
+"""What is never shown, by its name."""
 # fsspec's memory filesystem looks and then stores; threads of one process race for it.
 _MEMORY_LOCK = threading.Lock()
 
@@ -66,7 +67,7 @@ def open_storage(url: str, options: dict[str, str] | None = None, seconds: float
         raise ConfigError(f"cannot open storage {hide(url)!r}: {error}") from error
     if isinstance(filesystem, LocalFileSystem):
         return LocalStorage(root, seconds=seconds)
-    secrets = [value for name, value in (options or {}).items() if _SECRET.search(name) and len(value) > 3]
+    secrets = [value for name, value in (options or {}).items() if SECRET.search(name) and len(value) > 3]
     return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets)
 
 

@@ -19,7 +19,7 @@ from elastic_runner.observability.summary import Status
 from elastic_runner.tracking import told
 from elastic_runner.tracking.protocol import Opener, TrackedRun, Tracker
 from elastic_runner.tracking.told import Fresh, Piece, Told
-from elastic_runner.tracking.values import Record, values_of
+from elastic_runner.tracking.values import Record, is_whole, values_of
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Feed:
         self._thread.join(max(limit, 0))
         if self._thread.is_alive():
             log.warning("tracker %s does not come to an end: it is told the rest at the next start", self._name)
+            self._opener.abandon()
 
     def _put(self, line: Record | Status | None) -> None:
         if self._given_up:
@@ -94,29 +95,34 @@ class Feed:
             tracker = self._insist(self._open)
             fresh = Fresh(tracker.holds)
             self._insist(lambda: self._catch_up(tracker, fresh))
-            while not isinstance(line := self._lines.get(), str):
+            while not isinstance(line := self._next(), str):
                 if line is None:
                     self._insist(lambda: self._keep(tracker, all_of_it=False))
                 elif fresh.take(line):
                     self._tell(tracker, line)
             self._keep(tracker, all_of_it=True)
             tracker.close(line)
-        except Exception as error:
+        except BaseException as error:  # a tool's sys.exit is none of ours
             self._give_up(_reason(error))
+
+    def _next(self) -> Record | Status | None:
+        if self._given_up and self._lines.empty():
+            return "interrupted"  # nothing more comes
+        return self._lines.get()
 
     def _open(self) -> Tracker:
         known = told.read(self._run.storage, self._name)
         since = known.step
         if self._opener.rewinds:
             here: list[Piece] = []
-            for record in self._history.course():
-                if record.get("event") == "step":
+            for record in filter(is_whole, self._history.course()):
+                if record["event"] == "step":
                     told.extend(here, record)
             since = told.common(known.course, here)
         tracker = self._opener.open(self._run, known.run_id, since)
         self._course = told.cut(known.course, since)
         # Before anything is told: another attempt is to open the same run, and not to rely on what is taken back.
-        told.write(self._run.storage, self._name, Told(run_id=tracker.run_id, course=self._course))
+        self._write(tracker, self._course)
         return tracker
 
     def _catch_up(self, tracker: Tracker, fresh: Fresh) -> None:
@@ -132,11 +138,13 @@ class Feed:
 
     def _keep(self, tracker: Tracker, *, all_of_it: bool) -> None:
         """Write down how far it has been told. Of the last step more may follow: its evaluation."""
-        if self._course:
-            tracker.flush()
-            step = self._course[-1][1]
-            kept = told.cut(self._course, step if all_of_it else step - 1)
-            told.write(self._run.storage, self._name, Told(run_id=tracker.run_id, course=kept))
+        tracker.flush()
+        step = self._course[-1][1] if self._course else 0
+        self._write(tracker, told.cut(self._course, step if all_of_it else step - 1))
+
+    def _write(self, tracker: Tracker, course: list[Piece]) -> None:
+        kept = Told(attempt=self._run.attempt, run_id=tracker.run_id, course=course)
+        told.write(self._run.storage, self._name, kept)
 
     def _insist(self, action: Callable[[], T]) -> T:
         """Try until it works, or the end is near."""

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import mlflow
 
 from elastic_runner.observability.summary import Status
 from elastic_runner.tracking.protocol import Opener, TrackedRun
 
-_STATUS = {"running": "RUNNING", "finished": "FINISHED", "interrupted": "SCHEDULED", "failed": "FAILED"}
-_LONGEST = 500
+_STATUS: Final = {"running": "RUNNING", "finished": "FINISHED", "interrupted": "SCHEDULED", "failed": "FAILED"}
+_LONGEST: Final = 500
 """Characters of a parameter's value that every server takes."""
+_REFUSED: Final = re.compile(r"[^\w\-. :/]")
+"""What it does not take in names."""
+_TAG, _STEP = "elastic_runner.run", "run/step"
 
 
 class MLflow:
-    """See Tracker. What it has already, it may be told again: the ledger keeps the times of values, and a server takes
-    the same value of the same time once."""
+    """See Tracker. A server takes a value that it has, of the same time, as no news, and the ledger keeps the times."""
 
     def __init__(self, run: TrackedRun, run_id: str | None, step: int) -> None:
         if run.project is not None:
             mlflow.set_experiment(run.project)
-        if run_id is None:
-            opened = mlflow.start_run(run_name=run.name, tags={"elastic_runner.run": run.id})
-            mlflow.log_params({name: str(value)[:_LONGEST] for name, value in _flat(run.settings)})
-        else:
-            opened = mlflow.start_run(run_id=run_id)
+        try:
+            opened = mlflow.start_run(run_id=run_id or _found(run), run_name=run.name, tags={_TAG: run.id})
+            settings = {name: str(value)[:_LONGEST] for name, value in _flat(run.settings)}
+            mlflow.log_params({name: settings[name] for name in settings.keys() - opened.data.params.keys()})
+        except BaseException:
+            mlflow.end_run()  # else it stays this thread's, and no other can be started
+            raise
         self.run_id = opened.info.run_id
-        self.holds = step
+        self._told = int(opened.data.metrics.get(_STEP, -1))
+        # Of the newest step it may lack the evaluation.
+        self.holds = max(step, self._told - 1)
 
     def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         """See Tracker."""
-        mlflow.log_metrics(dict(values), step=step, timestamp=round(at * 1000), run_id=self.run_id, synchronous=True)
+        if "run/attempt" in values:  # the step itself
+            if step <= self._told:
+                return
+            values = {**values, _STEP: step}
+        metrics = {_REFUSED.sub("_", name): value for name, value in values.items()}
+        mlflow.log_metrics(metrics, step=step, timestamp=round(at * 1000), run_id=self.run_id, synchronous=True)
 
     def flush(self) -> None:
         """Each line was waited for."""
@@ -40,6 +52,14 @@ class MLflow:
     def close(self, status: Status) -> None:
         """See Tracker."""
         mlflow.end_run(_STATUS[status])
+
+
+def _found(run: TrackedRun) -> str | None:
+    """The run that an attempt has begun which was killed before it could write down the name."""
+    found = mlflow.search_runs(
+        filter_string=f"tags.`{_TAG}` = '{run.id}'", max_results=1, output_format="list", search_all_experiments=True
+    )
+    return found[0].info.run_id if found else None
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

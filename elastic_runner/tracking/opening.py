@@ -30,9 +30,9 @@ def opener(name: str) -> Opener:
     module, _, attribute = (f"{__package__}.{name}:OPENER" if name in _KNOWN else name).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a package of another version than it needs may raise anything
         known = ", ".join(_KNOWN)
-        raise ConfigError(f"tracking.trackers: {name!r} is none of {known}, nor a module:attribute: {error}") from None
+        raise ConfigError(f"tracking.trackers: {name!r}: {error}; there are {known}, and module:attribute") from error
     if not isinstance(found, Opener):
         raise ConfigError(f"tracking.trackers: {name!r} is no elastic_runner.tracking.protocol.Opener but {found!r}")
     return found

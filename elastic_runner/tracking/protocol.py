@@ -60,3 +60,5 @@ class Opener:
     rewinds: bool = False
     """Whether it can take back what it was told. Else steps that are done again stay as they were told first, and what
     an attempt that was killed has told may come again: it must be no news to the tool."""
+    abandon: Callable[[], None] = lambda: None
+    """Called from another thread when the tool does not come to an end in time: nothing of it may keep the process."""

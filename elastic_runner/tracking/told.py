@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from elastic_runner import paths
-from elastic_runner.errors import NotFound
+from elastic_runner.errors import Fenced, NotFound
 from elastic_runner.storage import Storage
-from elastic_runner.tracking.values import Record
+from elastic_runner.tracking.values import Record, is_whole
 
 Piece = tuple[int, int]
 
@@ -22,6 +22,8 @@ Piece = tuple[int, int]
 class Told:
     """As it is kept in the run directory for the next attempt."""
 
+    attempt: int = 0
+    """Who says so."""
     run_id: str | None = None
     """The tool's own name of the run; None: it has not been opened."""
     course: list[Piece] = field(default_factory=list)
@@ -29,21 +31,24 @@ class Told:
 
     @property
     def step(self) -> int:
-        """The last of them."""
-        return self.course[-1][1] if self.course else 0
+        """The last of them; -1: none, not even an evaluation before the first."""
+        return self.course[-1][1] if self.course else -1
 
 
 def read(storage: Storage, name: str) -> Told:
     """What is kept of the tracker ``name``. Raises StorageError."""
     try:
         kept = json.loads(storage.read(paths.tracker(name)))
-        return Told(run_id=kept["run_id"], course=[(attempt, step) for attempt, step in kept["course"]])
+        course = [(attempt, step) for attempt, step in kept["course"]]
+        return Told(attempt=kept["attempt"], run_id=kept["run_id"], course=course)
     except (NotFound, ValueError, TypeError, KeyError):  # missing, torn, or not ours: all is told again
         return Told()
 
 
 def write(storage: Storage, name: str, told: Told) -> None:
-    """Keep it. Raises StorageError."""
+    """Keep it. Raises Fenced when a newer attempt has the tool, StorageError."""
+    if (newer := read(storage, name).attempt) > told.attempt:
+        raise Fenced(f"attempt {newer} has taken over")
     storage.put(paths.tracker(name), json.dumps(asdict(told)).encode())
 
 
@@ -66,8 +71,8 @@ def cut(course: Iterable[Piece], step: int) -> list[Piece]:
 
 
 def common(one: Iterable[Piece], other: Iterable[Piece]) -> int:
-    """The last step up to which two courses are the same; 0: they differ from the first."""
-    same = 0
+    """The last step up to which two courses are the same; -1: they differ from the first."""
+    same = -1
     for (attempt, last), (other_attempt, other_last) in zip(one, other, strict=False):
         if attempt != other_attempt:
             break
@@ -78,18 +83,25 @@ def common(one: Iterable[Piece], other: Iterable[Piece]) -> int:
 
 
 class Fresh:
-    """Passes each step and each step's evaluation once, in order: of steps that were done twice the first."""
+    """Passes each step and each step's evaluations once, in order: of steps that were done twice the first."""
 
     def __init__(self, after: int) -> None:
-        self._step = self._evaluated = after
+        self._after = self._step = after
+        self._evaluated: set[tuple[str, ...]] = set()
+        """What was evaluated since the last step, by the names of its values."""
 
     def take(self, record: Record) -> bool:
         """Whether the record is to be told."""
-        kind, step = record.get("event"), record.get("step", 0)
-        if kind == "step" and step > self._step:
-            self._step = step
+        if not is_whole(record):
+            return False
+        step = record["step"]
+        if record["event"] == "step":
+            if step <= self._step:
+                return False
+            self._step, self._evaluated = step, set()
             return True
-        if kind == "evaluation" and step > self._evaluated and step >= self._step:
-            self._evaluated = step
-            return True
-        return False
+        names = tuple(record["metrics"])
+        if step <= self._after or step < self._step or names in self._evaluated:
+            return False
+        self._evaluated.add(names)
+        return True

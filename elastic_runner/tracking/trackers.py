@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Final
 
 from elastic_runner.observability.summary import Status
 from elastic_runner.tracking.feed import Feed, History
 from elastic_runner.tracking.protocol import Opener, TrackedRun
 from elastic_runner.tracking.values import Record
+
+_SHORT: Final = 5.0
+"""Seconds, of which the grace that a scheduler gives has enough, where the next attempt can tell the rest."""
 
 
 class Trackers:
@@ -36,8 +40,8 @@ class Trackers:
             feed.saved()
 
     def end(self, status: Status, *, wait: bool = True) -> None:
-        """Take leave. ``wait``: until all is told, or for ``limit`` seconds in all."""
-        deadline = time.monotonic() + self._limit
+        """Take leave. ``wait``: until all is told, for ``limit`` seconds at most, or less where the run is to go on."""
+        deadline = time.monotonic() + (self._limit if status == "finished" else min(self._limit, _SHORT))
         for feed in self._feeds:
             feed.close(status)
         for feed in self._feeds if wait else ():

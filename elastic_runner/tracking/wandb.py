@@ -15,14 +15,13 @@ class Wandb:
     """See Tracker. Steps are its own ``step``, which only grows: it ignores what it is told of older ones."""
 
     def __init__(self, run: TrackedRun, run_id: str | None, step: int) -> None:
-        hooks = sys.excepthook, sys.exit
-        try:
-            self._run = wandb.init(
-                id=run_id or run.id, resume="allow", name=run.name, project=run.project, config=dict(run.settings),
-                settings=wandb.Settings(console="off"),
-            )  # fmt: skip
-        finally:
-            sys.excepthook, sys.exit = hooks  # it would print each traceback a second time
+        hook, leave = sys.excepthook, sys.exit
+        self._run = wandb.init(
+            id=run_id or run.id, resume="allow", name=run.name, project=run.project, config=dict(run.settings),
+            settings=wandb.Settings(console="off"),
+        )  # fmt: skip
+        if getattr(sys.excepthook, "__module__", "").startswith("wandb."):  # it would print each traceback once more
+            sys.excepthook, sys.exit = hook, leave
         self.run_id = self._run.id
         # A process that is killed takes along what it has not sent: the server's word counts, where there is one.
         self.holds = self._run.starting_step - 1 if self._run.resumed else step
@@ -41,4 +40,12 @@ class Wandb:
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
-OPENER = Opener(open=Wandb)
+def _end_service() -> None:
+    """Its hook at exit waits for its process without a limit. Private, read in wandb 0.31 (wandb_setup.py, sdk/lib/
+    service/service_connection.py, service_process.py); tests/contract/test_trackers.py fails when it changes."""
+    connection = wandb.setup()._connection
+    if connection is not None and connection._proc is not None:
+        connection._proc._process.kill()
+
+
+OPENER = Opener(open=Wandb, abandon=_end_service)

@@ -167,14 +167,7 @@ class MainRecord(RunRecord):
         self._append(start)
         self._publish()
         if self._trackers is not None:
-            self._trackers.begin(self._history(self._state))
-
-    def _history(self, origin: Origin) -> History:
-        def course() -> Iterator[Record]:
-            placed = Lineage(read_records(self._storage)).marked(read_records(self._storage), origin)
-            return (one.record for one in placed if one.led)
-
-        return History(course, lambda: read_records(self._storage))
+            self._trackers.begin(history(self._storage, self._state))
 
     def _commit(self, line: Record) -> None:
         """Of a step or an evaluation."""
@@ -313,6 +306,16 @@ class MainRecord(RunRecord):
                 )
             self._set(updated=time.time())
             return self._summary
+
+
+def history(storage: Storage, origin: Origin | None = None) -> History:
+    """What trackers are told of it: up to a state, by default the newest."""
+
+    def course() -> Iterator[Record]:
+        placed = Lineage(read_records(storage)).marked(read_records(storage), origin)
+        return (one.record for one in placed if one.led)
+
+    return History(course, lambda: read_records(storage))
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Step:
         if self._current is None:
             raise LoopError(f"step {self.number}: step.log belongs inside 'for batch in step.microbatches()'")
         try:
-            numbers = {name: float(value) for name, value in values.items()}
+            numbers = {n: float(v.detach() if isinstance(v, torch.Tensor) else v) for n, v in values.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise LoopError(f"step {self.number}: step.log takes numbers: {error}") from None
         if not self._extra:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,17 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import tenacity
 
 from elastic_runner.errors import ConfigError, StorageError
 from elastic_runner.storage import Storage, open_storage
+from elastic_runner.tracking import feed
 from elastic_runner.tracking.feed import History
 from elastic_runner.tracking.opening import check_trackers, opener
 from elastic_runner.tracking.protocol import TrackedRun
 from elastic_runner.tracking.trackers import Trackers
 from tests.support.checkpointing import CheckpointingPlace
+from tests.support.waiting import eventually
 
 
 class Point(NamedTuple):
@@ -137,6 +142,61 @@ def test_the_tool_has_each_step_once_and_in_order(tmp_path: Path, name: str, rea
     assert read(tmp_path, "validation/loss") == [Point(20, 0.5)]
 
 
+def test_mlflow_has_one_run_and_no_step_twice_whatever_was_lost(
+    tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store had not got lines 11 to 17 of an attempt that was killed; and opening fails once."""
+    monkeypatch.setattr(feed, "_RETRY", tenacity.wait_fixed(0.001))
+    storage = open_storage(str(tmp_path / "run"))
+    put, failing = storage.put, iter([True])
+
+    def once(path: str, data: bytes) -> None:
+        if path.startswith("trackers") and next(failing, False):
+            raise StorageError("away for a moment")
+        put(path, data)
+
+    storage.put = once  # type: ignore[method-assign]
+    first, second = [line(number, 1) for number in range(1, 18)], [line(number, 2) for number in range(11, 21)]
+    trackers = begin("mlflow", storage, 1, [], [])
+    for record in first:
+        trackers.tell({**record, "metrics": {"acc@1": 0.5}})
+    eventually(lambda: storage.list("trackers"), "the run is opened")  # an end would cut the tries short
+    trackers.end("failed")
+    storage.delete("trackers")  # it was killed before it could write down anything
+    trackers = begin("mlflow", storage, 2, first[:10], first[:10])
+    for record in second:
+        trackers.tell(record)
+    trackers.end("finished")
+    points = mlflow(tmp_path, "train/loss")
+    assert [point.step for point in points] == list(range(1, 21))
+    assert [point.step for point in mlflow(tmp_path, "train/acc_1")] == list(range(1, 18))
+
+
+def test_a_service_of_wandb_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    """Its own hook at exit would wait for ever."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import wandb
+from elastic_runner.storage import open_storage
+from tests.contract.test_trackers import begin, line
+trackers = begin("wandb", open_storage({str(tmp_path / "run")!r}), 1, [], [])
+while wandb.run is None:
+    pass
+os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)
+trackers.tell(line(1, 1))
+trackers._limit = 0.5
+trackers.end("finished")
+print("ended")
+"""
+    )
+    variables = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script], env=variables, capture_output=True, text=True, timeout=100)
+    assert "ended" in done.stdout and "does not come to an end" in done.stderr, done.stderr
+
+
 class Server:
     """Of Weights & Biases: its client may be killed before it has sent all, and it takes no step twice."""
 
@@ -147,7 +207,8 @@ class Server:
 
     def init(self, **given: Any) -> Any:
         self.given.append(given)
-        sys.excepthook = sys.exit = lambda *_: None  # as the real one replaces them
+        sys.excepthook = sys.exit = replaced = lambda *_: None
+        replaced.__module__ = "wandb.sdk.lib.exit_hooks"
         start = max(self.history, default=-1) + 1
         return SimpleNamespace(
             id=given["id"], resumed=bool(self.history), starting_step=start, finish=self.finish, log=self.log,
@@ -235,7 +296,7 @@ def test_a_torn_event_file_is_left_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("tensorbord", "is none of mlflow, tensorboard, wandb"),
+    ("tensorbord", "there are mlflow, tensorboard, wandb, and module:attribute"),
     ("elastic_runner.nowhere:x", "No module named 'elastic_runner.nowhere'"),
     ("json:dumps", "is no elastic_runner.tracking.protocol.Opener"),
 ])  # fmt: skip

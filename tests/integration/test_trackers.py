@@ -53,10 +53,22 @@ def test_what_a_script_logs_is_the_same_at_every_world_size(tmp_path: Path) -> N
     assert len(curves[0]) == 20 and curves[0] == curves[1]
 
 
+def test_what_a_tracker_lacks_of_a_finished_run_it_is_told_at_the_next_start(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    run_ranks(train, 1, run, None, ())
+    assert read_calls(tmp_path) == []
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="AlreadyFinished: 0"):
+            run_ranks(train, 1, run)
+    calls = read_calls(tmp_path)
+    assert [call["step"] for call in calls if "train/loss" in call.get("values", {})] == list(range(1, 21))
+    assert [call["status"] for call in calls if call["did"] == "close"] == ["finished"], "once"
+
+
 def test_a_tracker_that_cannot_be_had_ends_the_job_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(train, 2, str(tmp_path / "run"), None, ("tensorbord",))
-    words = "'tensorbord' is none of mlflow, tensorboard, wandb"
+    words = "'tensorbord': No module named 'tensorbord'"
     assert all(words in text for text in failed.value.errors.values())
     assert not (tmp_path / "run" / "summary.json").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,11 @@ import tenacity
 
 from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
-from elastic_runner.tracking import feed
+from elastic_runner.tracking import feed, told
 from elastic_runner.tracking.feed import History
 from elastic_runner.tracking.protocol import Opener, TrackedRun
 from elastic_runner.tracking.trackers import Trackers
+from tests.support.waiting import eventually
 from tests.unit.test_told import evaluation, step
 
 
@@ -28,7 +30,8 @@ class Tool:
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.closed: list[Status] = []
         self.fail = lambda action: None
-        self.opener = Opener(open=self._open, rewinds=rewinds)
+        self.abandoned = threading.Event()
+        self.opener = Opener(open=self._open, rewinds=rewinds, abandon=self.abandoned.set)
         self.run_id = "named by the tool"
         self.holds = 0
 
@@ -188,6 +191,17 @@ def test_a_tool_that_is_away_is_not_waited_for(run: TrackedRun, caplog: pytest.L
     assert [number for number, _ in tool.lines] == [1, 2, 3]
 
 
+def test_a_tool_that_exits_is_a_tool_that_fails(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
+    tool = Tool()
+
+    def fail(action: str) -> None:
+        raise SystemExit("no key")
+
+    tool.fail = fail
+    attempt(tool, run, steps(1, 3, 1))
+    assert "is told the rest at the next start: SystemExit: no key" in caplog.text
+
+
 def test_a_tool_that_hangs_costs_the_limit_and_no_more(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
     tool, hung, let_go = Tool(), threading.Event(), threading.Event()
 
@@ -202,7 +216,7 @@ def test_a_tool_that_hangs_costs_the_limit_and_no_more(run: TrackedRun, caplog: 
     trackers.tell(step(1))
     assert hung.wait(60)
     trackers.end("finished")
-    assert "tracker tool does not come to an end" in caplog.text
+    assert "tracker tool does not come to an end" in caplog.text and tool.abandoned.is_set()
     let_go.set()
 
 
@@ -222,5 +236,19 @@ def test_what_waits_for_a_tool_is_bounded(
         trackers.tell(line)
     assert "is told the rest at the next start: it has been away for too long" in caplog.text
     opening.set()
+    trackers.end("finished")
+    assert tool.closed == ["interrupted"] and "does not come to an end" not in caplog.text
     attempt(tool, run, [], course=steps(1, 5, 1))
-    assert [number for number, _ in tool.steps][-3:] == [3, 4, 5]
+    assert [number for number, _ in tool.steps] == [1, 2, 3, 4, 5]
+
+
+def test_an_older_attempt_that_wakes_up_leaves_the_tool_alone(
+    run: TrackedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = Tool()
+    old = Trackers({"tool": tool.opener}, run, limit=60)
+    old.begin(History(list, list))
+    eventually(lambda: told.read(run.storage, "tool").attempt == 1, "the old one has it")
+    attempt(tool, dataclasses.replace(run, attempt=2), steps(1, 3, 2))
+    old.end("failed")
+    assert tool.closed == ["finished"] and "Fenced: attempt 2 has taken over" in caplog.text
