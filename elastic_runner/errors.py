@@ -19,7 +19,7 @@
     │   ├── NotFound
     │   ├── AlreadyExists
     │   ├── AccessDenied               3  not restartable
-    │   ├── StorageFull                3  not restartable
+    │   ├── StorageFull                1  not restartable   by us; a scheduler may find room later
     │   └── StorageTimeout
     ├── CheckpointError                1  restartable
     │   ├── SaveFailed                                      a rank could not write; every rank raises the same
@@ -33,8 +33,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
+
+_PEER_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused")
 
 
 class ExitCode(IntEnum):
@@ -137,7 +140,6 @@ class AccessDenied(StorageError):
 class StorageFull(StorageError):
     """No space, quota or file-size limit is left."""
 
-    exit_code = ExitCode.DO_NOT_RETRY
     restartable = False
 
 
@@ -214,3 +216,10 @@ def names(kind: type[ElasticRunnerError]) -> Iterator[str]:
     yield kind.__name__
     for below in kind.__subclasses__():
         yield from names(below)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that a peer is gone or does not come."""
+    return isinstance(error, (PeerLost, PhaseTimeout)) or (
+        isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+    )

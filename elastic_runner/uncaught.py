@@ -21,7 +21,7 @@ def exit_by_code() -> None:
         if not isinstance(error, ElasticRunnerError):
             previous(kind, error, trace)
             return
-        rank, whole, agent_dir = _place()
+        rank, whole, agent_dir = place()
         final = not error.restartable or isinstance(error, Interrupted)
         message = f"rank {rank}: {kind.__name__}: {error}"
         tell(agent_dir, Verdict(code=error.exit_code, message=message, final=final, kind=kind.__name__, rank=rank))
@@ -39,7 +39,7 @@ def exit_by_code() -> None:
     sys.excepthook = hook
 
 
-def _place() -> tuple[int, bool, str | None]:
+def place() -> tuple[int, bool, str | None]:
     """Rank, whether the whole traceback is wanted, the launcher; the environment itself may be what is wrong."""
     try:
         environment = read_environment()

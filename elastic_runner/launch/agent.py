@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -206,7 +207,8 @@ class Agent(LocalElasticAgent):
                 return Over(cause="finished")
             now = time.monotonic()
             if (hang := self._watchdog.look(now)) is not None:
-                return Over(cause="hang", reason=hang.reason, hang=hang)
+                said = verdict.read(str(self._plan.directory))  # it may hang in leaving, all being done
+                return Over(cause="hang", reason=hang.reason, hang=hang, verdict=said)
             if not prepared and self._plan.health.ready().yes:
                 # Not sooner: it would take from a start what it is to spare the next one.
                 self._plan.prepare(attempt.ranks)
@@ -250,6 +252,8 @@ class Agent(LocalElasticAgent):
             codes=dict(attempt.workers.codes),
             ranks=attempt.ranks,
             steps=self._watchdog.steps(),
+            stands=self._watchdog.stands(),
+            host=socket.gethostname(),
             place=place,
             out_of_memory=kernel.memory_kills() > attempt.memory_kills,
         )

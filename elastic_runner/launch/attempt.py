@@ -41,6 +41,10 @@ class Seen:
     """Global ranks by local rank."""
     steps: Mapping[int, int]
     """Last finished steps by local rank."""
+    stands: Mapping[int, str]
+    """Phase and last finished step in words, by local rank; only of those that have said so."""
+    host: str
+    """This node's name."""
     place: RunPlace | None
     """The run; None when no worker got so far as to say."""
     out_of_memory: bool = False
@@ -61,13 +65,13 @@ def end_of(over: Over, seen: Seen) -> End | None:
     if local is not None:
         name = _signal(seen.codes[local])
         why = ": the kernel has killed for want of memory" if name == "SIGKILL" and seen.out_of_memory else ""
-        message = f"rank {seen.ranks[local]} was killed by {name}{why}"
+        message = f"{_who(seen, local)} was killed by {name}{_where(seen, local)}{why}"
         return _end(seen, kind=name, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
     local = next(local for local, code in seen.codes.items() if code)
     # Who lost a peer ends after that peer, which may have left without a word.
     if said is not None and said.rank == seen.ranks[local]:
         return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
-    message = f"rank {seen.ranks[local]} ended with exit code {seen.codes[local]}"
+    message = f"{_who(seen, local)} ended with exit code {seen.codes[local]}{_where(seen, local)}"
     step = seen.steps.get(local)
     return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=step, message=message)
 
@@ -83,7 +87,7 @@ def last_word(over: Over, seen: Seen) -> Verdict | None:
     bad = next((local for local, code in seen.codes.items() if code > 0), None)
     if said.code != ExitCode.FINISHED or bad is None:
         return said
-    message = f"rank {seen.ranks[bad]} ended with exit code {seen.codes[bad]} after the run was finished"
+    message = f"{_who(seen, bad)} ended with exit code {seen.codes[bad]} after the run was finished"
     return Verdict(code=ExitCode.FAILED, message=message, final=True)
 
 
@@ -128,6 +132,14 @@ def _end(seen: Seen, *, kind: str, rank: int | None, step: int | None, message: 
         rank=rank,
         message=message,
     )
+
+
+def _who(seen: Seen, local: int) -> str:
+    return f"rank {seen.ranks[local]} on {seen.host}"
+
+
+def _where(seen: Seen, local: int) -> str:
+    return f" {seen.stands[local]}" if local in seen.stands else ""
 
 
 def _signal(code: int) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_runner.launch.processes import adopt_orphans, die_with_parent, end_descendants
+from elastic_runner.launch.script_error import report_errors
 from elastic_runner.launch.standby import Standbys, stand_by
 
 MODULES = (
@@ -194,6 +195,7 @@ def _become(request: dict[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _start_anew()
+    report_errors({__file__})
     argv = request["command"][2:]  # after python -u
     module, script, *arguments = argv if argv[0] == "-m" else ["", *argv]
     sys.argv = [script, *arguments]

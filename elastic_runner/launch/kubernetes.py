@@ -308,6 +308,8 @@ def _arguments(job: KubernetesJob, least: int, most: int, command: Sequence[str]
         f"--rdzv-endpoint={paths.join(job.run_dir, 'rendezvous')}",
         f"--rdzv-id={job.name}",
         f"--health=0.0.0.0:{PORT}",
+        # torch's own files; on an object store a pod's log is all there is
+        *([] if "://" in job.run_dir else [f"--log-dir={paths.join(job.run_dir, 'logs')}", "--tee=3"]),
     ]
     script = [text.replace("$(", "$$(") for text in (*command, f"--run-dir={job.run_dir}")]  # or Kubernetes expands it
     return [*launch, *script]

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -59,6 +60,8 @@ def launch(arguments: Sequence[str]) -> int:
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
+    # What --tee puts before a line: as ours has it.
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{socket.gethostname()}:${{rank}}] ")
     health = Health()
     with _agent_directory() as directory, _answering(health, options.health, directory):
         by_itself(options, directory)

@@ -74,7 +74,7 @@ trap 'noticed=yes; kill -USR1 "$agents"' USR1 TERM
 srun --ntasks-per-node=1 @no_kill--kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
   elastic-runner launch --nnodes=@nnodes --nproc-per-node=@nproc --shutdown-timeout=@grace \\
   --rdzv-backend=elastic --rdzv-endpoint="$run/rendezvous" --rdzv-id="$job" \\
-  @command --run-dir "$run" &
+  @logs@command --run-dir "$run" &
 agents=$!
 while wait "$agents"; code=$?; [ "$noticed" ]; do noticed=; done # a notice ends a wait before its time
 
@@ -127,6 +127,8 @@ def render(job: SlurmJob, command: Sequence[str], *, made_by: str) -> str:
         nnodes=least if least == most else f"{least}:$SLURM_NNODES",
         nproc=shlex.quote(job.nproc_per_node),
         grace=job.notice - min(_FLUSHING, job.notice // 4),
+        # torch's own files; on an object store the job's output is all there is
+        logs="" if "://" in job.run_dir else '--log-dir="$run/logs" --tee=3 ',
         command=" ".join(map(quote, command)),
     )
 

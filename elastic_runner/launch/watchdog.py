@@ -243,6 +243,10 @@ class Watchdog:
         """The last finished step of each worker that has said so, by local rank; -1 before any."""
         return {rank: beat.step for rank, beat in self.beats().items() if beat is not None}
 
+    def stands(self) -> dict[int, str]:
+        """In which phase, and after which step, each worker is that has said so, in words, by local rank."""
+        return {rank: _where(beat) for rank, beat in self.beats().items() if beat is not None}
+
     def close(self) -> None:
         """Let go of the pages."""
         for page in self._pages:

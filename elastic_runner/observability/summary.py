@@ -15,7 +15,7 @@ class RunSummary:
     """What a run has come to."""
 
     status: Status
-    """running, finished (target reached), interrupted (asked to stop, start again), failed."""
+    """running, finished (target reached, or worker.stop), interrupted (asked to stop, start again), failed."""
     step: int = 0
     """Optimizer steps of the present model."""
     target_step: int = 0

@@ -62,6 +62,11 @@ class Course:
         unchanged = self.state is None or self.state.step == self.state.begun_at
         return self.saved_step == self.step or (unchanged and not self.in_memory_only)
 
+    def early(self, why: str, target: int) -> str:
+        """What is said of leaving before ``target``, for the reason ``why``; nothing where that is reached."""
+        kept = "saved" if self.kept else "NOT saved (call checkpointer.maybe_save)"
+        return "" if self.step >= target else f"{why}; {kept} at step {self.step} of {target}"
+
     def follow(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Hand the steps on, and know of each what it trains on."""
         for step in steps:

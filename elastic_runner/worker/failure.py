@@ -14,14 +14,14 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from elastic_runner import verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.environment import Environment
-from elastic_runner.errors import ElasticRunnerError, SaveFailed
+from elastic_runner.errors import ElasticRunnerError, SaveFailed, is_consequence
 from elastic_runner.history import write_end
 from elastic_runner.storage import Storage
 from elastic_runner.train.record import RunRecord
 from elastic_runner.verdict import Verdict
 from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import leave_soon
-from elastic_runner.worker.report import describe, exit_code, is_consequence
+from elastic_runner.worker.report import describe, exit_code
 
 _LAST_WRITE = 10.0
 """Seconds for the last write of the summary."""

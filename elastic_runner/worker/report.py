@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import traceback
 
-from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, PeerLost, PhaseTimeout
-
-_CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused")
+from elastic_runner.errors import ElasticRunnerError, ExitCode, Interrupted, is_consequence
 
 
 def exit_code(error: BaseException) -> int:
@@ -18,13 +15,6 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return ExitCode.FAILED
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that a peer is gone or does not come."""
-    return isinstance(error, (PeerLost, PhaseTimeout)) or (
-        isinstance(error, RuntimeError) and _CONSEQUENCE.search(str(error)) is not None
-    )
 
 
 def describe(error: BaseException, where: str, *, with_traceback: bool) -> str:

@@ -21,8 +21,21 @@ class StopNotice:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.enough: str | None = None
+        """Why the program itself wants no more, once it does."""
         self._at = 0.0
         self._previous: dict[int, Any] = {}
+
+    @property
+    def given(self) -> bool:
+        """Whether to stop."""
+        return self.received is not None or self.enough is not None
+
+    def why(self, *, draining: bool) -> str:
+        """Why the run ends here, in words. ``draining``: whether the ranks have agreed to stop."""
+        if not draining:
+            return "the program left the loop"
+        return f"asked to stop ({self.received or 'by another rank'})"
 
     def install(self) -> None:
         """Handle the notices. Only the main thread can; elsewhere nothing is installed."""

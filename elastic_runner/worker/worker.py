@@ -23,7 +23,7 @@ from elastic_runner.coordination import Coordinator
 from elastic_runner.data.random import seed_all
 from elastic_runner.device import choose_device
 from elastic_runner.environment import Environment, read_environment
-from elastic_runner.errors import ExitCode, Interrupted
+from elastic_runner.errors import ExitCode, Interrupted, is_consequence
 from elastic_runner.observability.logs import ensure_logging
 from elastic_runner.observability.summary import Status
 from elastic_runner.storage import open_storage
@@ -43,8 +43,8 @@ from elastic_runner.worker.course import Course
 from elastic_runner.worker.failure import Failure, in_time, let_save_end
 from elastic_runner.worker.groups import join, leave
 from elastic_runner.worker.node import this_agent, this_node
-from elastic_runner.worker.opening import open_record, open_snapshots
-from elastic_runner.worker.report import is_consequence, where_am_i
+from elastic_runner.worker.opening import open_record, open_snapshots, tell_finished
+from elastic_runner.worker.report import where_am_i
 from elastic_runner.worker.signals import StopNotice
 from elastic_runner.worker.watches import watches
 
@@ -119,7 +119,7 @@ class Worker:
     @property
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop; the ranks agree on it at the end of a step."""
-        return self._notice.received is not None
+        return self._notice.given
 
     @property
     def save_ended(self) -> bool:
@@ -225,6 +225,13 @@ class Worker:
             self.coordinator.agree("local main first, then the others", lambda: run(False))
         return results[0]
 
+    def stop(self, reason: str) -> None:
+        """Have enough: all ranks stop and save after the step under way, or the next one, and the run is finished.
+
+        For early stopping, on one rank or on several. A later start goes on; to ask for one, send SIGUSR1 instead.
+        """
+        self._notice.enough = reason
+
     def print(self, *values: object) -> None:
         """Print once in the job."""
         if self.is_main:
@@ -298,10 +305,11 @@ class Worker:
         self._course.not_saved(skipped=skipped)
 
     def _begin(self) -> None:
-        target = self.config.training.max_steps
         summary = self.coordinator.once("summary", lambda: read_summary(self.storage))
-        if summary is not None and summary.status == "finished" and summary.step >= target:
-            done = f"step {summary.step} of {target}"
+        if summary is not None and summary.status == "finished" and summary.step >= self.target:
+            if self.is_main:
+                tell_finished(self.storage, self.config, summary)
+            done = f"step {summary.step} of {self.target}"
             self.print(f"elastic_runner: {self.storage.url} is finished: {done}. Nothing to do.")
             leave(self._coordinators)
             self._close()
@@ -335,10 +343,10 @@ class Worker:
             unsaved = self.background.outcome()  # the program left the loop while a save was going on
         if unsaved is not None:
             raise unsaved
-        asked = self.coordinator.gather("finish", (agent, self.stop_requested))
-        kept = "saved" if self._course.kept else "NOT saved (call checkpointer.maybe_save)"
-        status: Status = "finished" if step >= target else "interrupted"
-        message = "" if status == "finished" else f"{self._why_so_early()}; {kept} at step {step} of {target}"
+        asked = self.coordinator.gather("finish", (agent, self.stop_requested, self._notice.enough))
+        enough = next((reason for _, _, reason in asked if reason is not None), None)
+        status: Status = "finished" if step >= target or enough is not None else "interrupted"
+        message = self._course.early(enough or self._notice.why(draining=self.draining), target)
         self.record.end(status, message)
         if self.is_main and (status == "finished" or not self.draining):
             log.info("%s: %s", message or f"{status} at step {step} of {target}", self.storage.url)
@@ -346,16 +354,11 @@ class Worker:
         # The others leave after the summary is written: their end makes the launcher end everybody.
         self.coordinator.gather("finished", None)
         code = ExitCode.INTERRUPTED if self.draining and status == "interrupted" else ExitCode.FINISHED
-        here = any(stop for there, stop in asked if there == agent)
+        here = any(stop for there, stop, _ in asked if there == agent)
         verdict.tell(self._environment.agent_dir, Verdict(code=code, message=message, final=True, asked=here))
         if code == ExitCode.FINISHED:
             return None
         return Interrupted(f"{message}. Start the same command again to continue.")
-
-    def _why_so_early(self) -> str:
-        if not self.draining:
-            return "the program left the loop"
-        return f"asked to stop ({self._notice.received or 'by another rank'})"
 
     def _fail(self, error: BaseException) -> None:
         """Say and record the reason; no collective of our own, since peers may be gone."""
@@ -394,6 +397,3 @@ class Worker:
     def _where(self, phase: str | None = None) -> str:
         """This process in a few words. ``phase``: the one that the program is in, unless another is meant."""
         return where_am_i(self.rank, self.world_size, phase or self._watch.current, self._course.done)
-
-
-__all__ = ["AlreadyFinished", "Worker"]

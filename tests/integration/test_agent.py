@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from elastic_runner.chaos.driver import ObservedRun, kill_tree, launch_command
 from elastic_runner.history import read_ends
 from elastic_runner.launch.processes import descendants
 from elastic_runner.storage import LocalStorage
+from elastic_runner.train.record import read_summary
 from tests.support.agents import LAUNCH, SCRIPT, STEPS, Job
 from tests.support.ports import free_port
 
@@ -45,22 +47,36 @@ if count == "1":
 """
 
 
-def test_a_node_that_is_asked_to_stop_leaves_and_the_rest_goes_on(tmp_path: Path) -> None:
-    """Case c11: leaving is not closing. No step is lost, and it may come back."""
+@pytest.mark.parametrize("back", ["at once", "later"])
+def test_a_node_that_is_asked_to_stop_leaves_and_the_rest_goes_on(back: str, tmp_path: Path) -> None:
+    """Case c11: leaving is not closing. No step is lost, and it may come back, before the rest has gone on or after."""
     with Job(tmp_path, "1:2", LAUNCH) as job:
         job.start(2)
         first = job.wait_for_world(2)
         leaving = job.others()[0]
         os.kill(leaving.pid, signal.SIGTERM)
         assert leaving.wait(60) == 75, job.logs()
-        alone = job.wait_for_world(1, after=first)
+        last = job.wait_for_world(1, after=first) if back == "later" else first
         job.start()
-        job.wait_for_world(2, after=alone)
+        job.wait_for_world(2, after=last)
         (tmp_path / "run" / "hurry").touch()
         assert [agent.wait(120) for agent in job.agents if agent is not leaving] == [0, 0], job.logs()
         steps = [record["step"] for record in job.records()]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
     assert "asked to stop (SIGTERM); saved at step" in job.log(job.agents.index(leaving)).read_text()
+
+
+@pytest.mark.parametrize("how", ["threading.Event().wait()", "os.abort()"], ids=["hangs", "is killed"])
+def test_a_run_that_is_done_and_saved_is_finished_however_a_worker_leaves(how: str, tmp_path: Path) -> None:
+    """Case c15: what comes after the goal does not make a failure, nor another attempt, of it."""
+    script = tmp_path / "script.py"
+    leaves = f"import threading, elastic_runner.worker.worker as module\nmodule.leave = lambda groups: {how}\n"
+    script.write_text(SCRIPT.replace("\nconfig = ", f"\n{leaves}config = "))
+    flags = ("--training.max-steps", "3", "--data.global-batch", "8", "--timeouts.teardown", "2")
+    with ObservedRun(tmp_path / "run", launch_command(2, "--max-restarts=0", str(script), *flags)) as run:
+        assert run.process.wait(60) == 0, run.log.read_text()
+    summary = read_summary(LocalStorage(tmp_path / "run"))
+    assert summary is not None and (summary.status, summary.step, summary.attempt) == ("finished", 3, 1)
 
 
 def test_what_no_restart_cures_ends_all_nodes_with_the_same_words(tmp_path: Path) -> None:
@@ -149,8 +165,9 @@ def test_a_killed_or_stopped_worker_costs_no_step(tmp_path: Path) -> None:
     assert "rank 0 is stopped by a signal" in summary.read_text()
 
 
-def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(tmp_path: Path) -> None:
-    """Case c68: nothing of a failed attempt is written over."""
+@pytest.mark.parametrize("how", ["--redirects", "--tee"])
+def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(how: str, tmp_path: Path) -> None:
+    """Case c68: nothing of a failed attempt is written over; what goes to the console as well says where it is from."""
     script = tmp_path / "speaks.py"
     script.write_text(
         "import os, sys\n"
@@ -159,7 +176,7 @@ def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(tmp_path: P
         "if (count, rank) == ('0', '1'):\n"
         "    raise ValueError('the reason')\n"
     )
-    flags = ("--log-dir", str(tmp_path / "logs"), "--redirects", "3")
+    flags = ("--log-dir", str(tmp_path / "logs"), how, "3")
     result = subprocess.run(launch_command(2, *flags, str(script)), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "1/stderr.log:\nTraceback" in result.stderr and "ValueError: the reason" in result.stderr
@@ -168,6 +185,8 @@ def test_each_attempt_and_rank_has_a_log_and_the_guilty_one_is_shown(tmp_path: P
             (log,) = (tmp_path / "logs").rglob(f"attempt_{attempt}/{rank}/stdout.log")
             if (attempt, rank) != (0, 0):  # which was killed, perhaps sooner than it could speak
                 assert log.read_text() == f"{rank} in {attempt}\n"
+    console = [f"[{socket.gethostname()}:{rank}] {rank} in 1" for rank in range(2)] if how == "--tee" else []
+    assert sorted(line for line in result.stdout.splitlines() if line.endswith("in 1")) == console
 
 
 def test_launchers_that_start_together_leave_each_other_s_directories_alone(tmp_path: Path) -> None:
@@ -211,7 +230,7 @@ def test_what_workers_have_started_does_not_outlive_their_attempt(tmp_path: Path
     try:
         assert agent.stderr is not None
         line = next(line for line in agent.stderr if "attempt 1 is over" in line)
-        assert "rank 0 ended with exit code 9" in line
+        assert f"rank 0 on {socket.gethostname()} ended with exit code 9" in line
         pid = int((tmp_path / "pid").read_text())
         end = time.monotonic() + 60
         while pid in descendants(agent.pid):

@@ -242,4 +242,16 @@ def test_a_launched_script_that_fails_prints_its_traceback_once(how: str, tmp_pa
     command = [*launch_command(1, "--start-by", how, "--max-restarts", "0"), str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert result.stderr.count("KeyError: 'the reason'") == 1, result.stderr
+    assert result.stderr.count("\nKeyError: 'the reason'\n") == result.stderr.count("Traceback") == 1, result.stderr
+
+
+def test_the_end_of_a_child_that_a_script_forked_is_not_the_worker_s(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(
+        "import os, sys\npid = os.fork()\nif not pid:\n    raise KeyError('of the child')\n"
+        "os.waitpid(pid, 0)\nsys.exit(9)\n"
+    )
+    command = [*launch_command(1, "--max-restarts", "0"), str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "KeyError: 'of the child'" in result.stderr
+    assert "ended with exit code 9" in result.stdout and "KeyError" not in result.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -87,13 +89,14 @@ def test_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
 
 
 def test_restarts_used_up_is_a_failure_that_the_summary_tells(tmp_path: Path) -> None:
-    """Case c06: the exit code and the status file carry the failure, also when the worker could not say it itself."""
+    """Cases c06 and c08: exit code and status file carry the failure, also when the worker could not say it itself."""
     command = launch_command(2, "--max-restarts=0", *RECIPE)
     code, log = run_and_kill(tmp_path, command, rank=1, after=5)
     assert code == 1
-    assert "killed by SIGKILL" in log
     summary, _ = outcome(tmp_path)
-    assert summary.status == "failed" and "killed by SIGKILL" in summary.message
+    assert summary.status == "failed" and summary.message in log
+    host = re.escape(socket.gethostname())
+    assert re.search(rf"rank 1 on {host} was killed by SIGKILL in phase \w+ after step \d+", summary.message)
 
 
 def test_terminating_the_launcher_saves_and_asks_for_a_new_start(tmp_path: Path) -> None:
@@ -150,13 +153,43 @@ def test_what_no_restart_can_cure_is_tried_once(tmp_path: Path) -> None:
 
 
 def test_a_script_that_cannot_start_is_tried_twice(tmp_path: Path) -> None:
-    """Case c02: whatever the restarts that are left."""
+    """Case c02: whatever the restarts that are left. Ranks and attempts that fail alike print one traceback."""
     script = tmp_path / "script.py"
     script.write_text("import no_such_module\n")
-    result = subprocess.run(launch_command(1, str(script)), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(launch_command(2, str(script)), capture_output=True, text=True, timeout=120)
+    error = "ModuleNotFoundError: No module named 'no_such_module'"
     assert result.returncode == ExitCode.DO_NOT_RETRY
-    assert result.stderr.count("ModuleNotFoundError: No module named 'no_such_module'") == 2
-    assert "the same failure 2 times before a first step was done" in result.stdout
+    where = f'Traceback (most recent call last):\n  File "{script}", line 1, in <module>\n'
+    assert result.stderr.startswith(where) and result.stderr.count("Traceback") == 1
+    assert result.stderr.count(f"{error} (its traceback is above)") >= 1, "of the second attempt"
+    said = rf"the same failure 2 times before a first step was done: rank [01]: {error}\n"
+    assert re.search(said, result.stdout)
+
+
+def test_a_full_disk_is_the_environment_s_fault(tmp_path: Path) -> None:
+    """Case c25: the code that asks a scheduler for another try, and no restart of ours. What is full is a limit of the
+    kernel's on the size of files; snapshots, which are files in memory, would meet it, too."""
+    script = tmp_path / "script.py"
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))\n"
+    script.write_text(full + SCRIPT)
+    flags = ("--checkpoint.every", "1", "--snapshot.no-enabled", "--data.global-batch", "8", "--data.shards", "4")
+    with ObservedRun(tmp_path / "run", launch_command(1, str(script), *flags)) as run:
+        assert run.process.wait(60) == ExitCode.FAILED, run.log.read_text()
+    assert "elastic-runner: failed (1): rank 0: StorageFull: 4 saves in a row have failed" in run.log.read_text()
+    assert outcome(tmp_path / "run")[0].attempt == 1
+
+
+def test_a_busy_port_starts_no_worker(tmp_path: Path) -> None:
+    """Case c12: it is a wrong command line, and no failed attempt."""
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')\n")
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        flags = ("--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}")
+        result = subprocess.run(launch_command(1, *flags, str(script)), capture_output=True, text=True, timeout=60)
+    assert result.returncode == ExitCode.USAGE, result.stderr
+    assert f"--master-port {port} of 127.0.0.1: Address already in use" in result.stdout + result.stderr
+    assert "attempt" not in result.stderr and not (tmp_path / "started").exists()
 
 
 def test_a_value_that_torchrun_cannot_use_is_a_usage_error() -> None:

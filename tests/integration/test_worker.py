@@ -139,6 +139,21 @@ def test_all_ranks_stop_at_the_same_step(tmp_path: Path) -> None:
     assert summary(tmp_path)["message"].startswith("asked to stop")
 
 
+def enough_on_one_rank(run_dir: str) -> list[int]:
+    def stop(worker: er.Worker, step: int) -> None:
+        if step == 3 and worker.rank == 1:
+            worker.stop("no better for 2 steps")
+
+    return Loop(config_in(run_dir)).run(stop).steps
+
+
+def test_early_stopping_on_one_rank_finishes_the_run_on_all(tmp_path: Path) -> None:
+    """c18: decided once, shared at the end of the step, saved; no error, so nothing is started again for it."""
+    assert run_ranks(enough_on_one_rank, 3, str(tmp_path)) == [[1, 2, 3]] * 3
+    said = (summary(tmp_path)["status"], summary(tmp_path)["step"], summary(tmp_path)["message"])
+    assert said == ("finished", 3, "no better for 2 steps; saved at step 3 of 6")
+
+
 class Alarm:
     """A part of the state; the process is asked to stop when it is loaded."""
 

@@ -17,7 +17,9 @@ PLACE = RunPlace(url="runs/x", options={}, attempt=7, restored="step-0000000020/
 
 
 def seen(codes: dict[int, int], steps: dict[int, int] | None = None, place: RunPlace | None = PLACE) -> Seen:
-    return Seen(number=2, codes=codes, ranks={0: 4, 1: 5, 2: 6}, steps=steps or {}, place=place)
+    stands = {local: f"in phase step after step {step}" for local, step in (steps or {}).items()}
+    ranks = {0: 4, 1: 5, 2: 6}
+    return Seen(number=2, codes=codes, ranks=ranks, steps=steps or {}, stands=stands, host="node-3", place=place)
 
 
 def said(**more: Any) -> Verdict:
@@ -28,17 +30,17 @@ def test_a_killed_worker_comes_before_the_peers_that_noticed() -> None:
     victim = said(consequence=True, kind="PeerLost", rank=4, step=41)
     over, known = Over(cause="workers", verdict=victim), seen({0: 1, 1: -9}, {0: 41, 1: 41})
     end = end_of(over, known)
-    assert end == End(
-        attempt=7, kind="SIGKILL", step=42, restored=PLACE.restored, rank=5, message="rank 5 was killed by SIGKILL"
-    )
-    line = "attempt 2 is over after step 41: rank 5 was killed by SIGKILL (then rank 4 exit code 1)"
-    assert describe(over, end, known) == line
+    message = "rank 5 on node-3 was killed by SIGKILL in phase step after step 41"
+    assert end == End(attempt=7, kind="SIGKILL", step=42, restored=PLACE.restored, rank=5, message=message)
+    assert describe(over, end, known) == f"attempt 2 is over after step 41: {message} (then rank 4 exit code 1)"
 
 
 def test_want_of_memory_is_named() -> None:
     known = replace(seen({1: -9}), out_of_memory=True)
     end = end_of(Over(cause="workers"), known)
-    assert end is not None and end.message == "rank 5 was killed by SIGKILL: the kernel has killed for want of memory"
+    assert end is not None and end.message == (
+        "rank 5 on node-3 was killed by SIGKILL: the kernel has killed for want of memory"
+    )
 
 
 def test_an_error_of_its_own_comes_before_a_signal() -> None:
@@ -62,7 +64,7 @@ def test_one_that_left_without_a_word_comes_before_the_peers_that_noticed() -> N
 def test_a_program_that_says_nothing(place: RunPlace | None) -> None:
     end = end_of(Over(cause="workers"), seen({1: 9}, place=place))
     assert end is not None and (end.kind, end.step, end.attempt) == ("exit code 9", None, 7 if place else 2)
-    assert end.message == "rank 5 ended with exit code 9"
+    assert end.message == "rank 5 on node-3 ended with exit code 9"
 
 
 def test_a_hang_is_told_by_the_watchdog() -> None:
@@ -77,7 +79,7 @@ def test_a_program_that_fails_after_its_run_is_finished_has_failed() -> None:
     finished = Over(cause="workers", verdict=said(code=ExitCode.FINISHED, message="", final=True))
     word = last_word(finished, seen({0: 0, 1: 1}))
     assert word is not None and word.code == ExitCode.FAILED
-    assert word.message == "rank 5 ended with exit code 1 after the run was finished"
+    assert word.message == "rank 5 on node-3 ended with exit code 1 after the run was finished"
     assert last_word(finished, seen({0: 0, 1: -6})) == finished.verdict, "its work is done"
     assert last_word(Over(cause="workers", verdict=said()), seen({0: 1})) is None
     final = Over(cause="workers", verdict=said(code=3, final=True))

@@ -158,6 +158,7 @@ def test_a_pod_does_what_the_launcher_needs(kind: str) -> None:
     args = options.parse(container(found)["args"])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.rdzv_id) == ("2:4", "2", "elastic", "gpt")
     assert args.rdzv_endpoint == "/runs/gpt/rendezvous"
+    assert (args.log_dir, args.tee) == ("/runs/gpt/logs", "3"), "case c68"
     assert (args.training_script, args.training_script_args) == (COMMAND[1], ["--run-dir=/runs/gpt"])
     (port,) = container(found)["ports"]
     assert args.health == ("0.0.0.0", port["containerPort"])
@@ -173,6 +174,7 @@ def test_an_object_store_takes_the_place_of_the_volume() -> None:
     assert [volume["name"] for volume in pod(found)["spec"]["volumes"]] == ["shm"]
     assert container(found)["envFrom"] == [{"secretRef": {"name": "s3"}}]
     assert "--rdzv-endpoint=s3://bucket/gpt/rendezvous" in container(found)["args"]
+    assert options.parse(container(found)["args"]).log_dir is None, "torch writes files"
 
 
 @settings(max_examples=30)

@@ -72,6 +72,13 @@ def test_words_reach_the_script_as_they_are(text: str) -> None:
     assert said.decode().removesuffix("-$SLURM_JOB_ID") == text
 
 
+@pytest.mark.parametrize(("run_dir", "kept"), [("runs/gpt", True), ("s3://bucket/gpt", False)])
+def test_a_run_directory_that_is_one_gets_the_logs(run_dir: str, kept: bool) -> None:
+    """Case c68: a file for each attempt and rank, besides the job's output. Torch writes no objects."""
+    text = render(SlurmJob(run_dir=run_dir, time="1:00:00"), ["train.py"], made_by="")
+    assert ('--log-dir="$run/logs" --tee=3 train.py' in text) == ("--tee" in text) == kept
+
+
 def test_options_of_sbatch_are_added_or_replace_those_of_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     main([*JOB, "--sbatch", "account=mine", "requeue", "output=my jobs/%j", "--dry-run", "--", "train.py"])
     lines = capsys.readouterr().out.splitlines()

@@ -104,6 +104,15 @@ def test_several_that_wait_are_counted() -> None:
     assert hang.reason.endswith("3 others have waited for 80.0 s")
 
 
+def test_a_late_save_names_its_phase_and_rank_and_those_that_wait_for_it() -> None:
+    """Case c17: rank 0 writes; the others are further on, at the agreement that follows."""
+    writing = beat(0, since=10, limit=1800, phase="save", progress=0)
+    hang = judge([sight(0, writing), sight(1, beat(1, since=12, limit=1800, phase="save", progress=1))], 1811)
+    assert hang is not None and (hang.rank, hang.phase) == (0, "save")
+    said = "rank 0 has been in phase save after step 41 for 1801.0 s, 1800 s are allowed (timeouts.save)"
+    assert hang.reason == f"{said}; rank 1 has waited for 1799.0 s"
+
+
 def test_at_the_same_point_it_is_not_said_who_waits() -> None:
     hang = judge([sight(0, beat(0, since=10)), sight(1, beat(1, since=11))], 90)
     assert hang is not None and "at the same point for 79.0 s: see the stacks" in hang.reason
@@ -264,3 +273,4 @@ def test_it_says_of_each_worker_what_it_saw(node: Node) -> None:
         "local rank 1, pid 101; no sign of life yet; stopped for 0.5 s",
     ]
     assert node.dog.steps() == {0: 41}
+    assert node.dog.stands() == {0: "in phase step after step 41"}
