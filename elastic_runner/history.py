@@ -71,6 +71,16 @@ class End:
         return attempt == self.attempt and self.step is not None and step < self.step
 
 
+def encode(end: End) -> str:
+    """An end as JSON."""
+    return json.dumps(asdict(end))
+
+
+def decode(text: str) -> End:
+    """The end that ``encode`` was given."""
+    return End(**json.loads(text))
+
+
 def write_end(storage: Storage, end: End) -> None:
     """Put an end on record, unless another rank has."""
     record = {**asdict(end), "time": time.time()}

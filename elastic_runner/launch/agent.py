@@ -127,6 +127,7 @@ class Agent(LocalElasticAgent):
         spec = self._worker_group.spec
         self._handler = spec.rdzv_handler
         self._ends: list[history.End] = []
+        """Of this node's attempts, where a rendezvous of torch's cannot tell the others'."""
         self._uploads: list[threading.Thread] = []
         self._attempts = 0
         self._interrupted: Verdict | None = None
@@ -274,7 +275,6 @@ class Agent(LocalElasticAgent):
             raise self._no_more(final)
         self._interrupted = over.verdict if end is None else None
         if end is not None:
-            self._ends.append(end)
             objection = first_objection(self._known_ends(place, end), self._plan.policies)
             if objection is not None:
                 raise self._no_more(objection)
@@ -323,14 +323,21 @@ class Agent(LocalElasticAgent):
         return interrupted and isinstance(self._handler, ElasticRendezvous)
 
     def _known_ends(self, place: RunPlace | None, end: history.End) -> list[history.End]:
-        """How attempts ended, by the run's record, which all nodes share; before there is one, by our own."""
+        """How attempts ended, by the run's record, which all nodes share; where there is none, by what they say."""
+        ours = self._told_ends(end)
         if place is not None:
             try:
                 storage = open_storage(place.url, place.options)
                 history.write_end(storage, end)
                 return history.read_ends(storage)
             except ElasticRunnerError as error:
-                log.warning("restarts are counted by this node alone: %s", error)
+                log.warning("restarts are counted by what this job's nodes say alone: %s", error)
+        return ours
+
+    def _told_ends(self, end: history.End) -> list[history.End]:
+        if isinstance(self._handler, ElasticRendezvous):
+            return [history.decode(line) for line in self._handler.failures(history.encode(end))]
+        self._ends.append(end)
         return self._ends
 
     def _no_more(self, given: Verdict) -> EndOfJob:

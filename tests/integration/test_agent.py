@@ -111,6 +111,29 @@ def test_a_budget_is_the_job_s_whichever_node_s_worker_fails(tmp_path: Path) -> 
     assert len(last[0]) == 1 and last[0] == last[1], job.logs()
 
 
+FAILS_IN_TURN = """
+import os, sys
+count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if count % 2 == int(os.environ["RANK"]):
+    sys.exit(10 + count)
+import time
+time.sleep(600)  # until it is ended: the other one has failed
+"""
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_budget_is_the_job_s_where_no_run_directory_is_known(allowed: int, tmp_path: Path) -> None:
+    """Case c01: a script without er.Worker, which fails on the two nodes in turn."""
+    with Job(tmp_path, "2", (*LAUNCH, f"--budget=start={allowed}"), FAILS_IN_TURN) as job:
+        job.start(2)
+        assert [agent.wait(60) for agent in job.agents] == [1, 1], job.logs()
+        kinds = ", ".join(f"exit code {10 + count} 1" for count in range(allowed + 1))
+        said = (
+            f"failed (1): {allowed} of {allowed} restarts after a start are used, without progress ({kinds}); the last"
+        )
+        assert all(f"elastic-runner: {said}" in job.log(node).read_text() for node in range(2)), job.logs()
+
+
 def test_torchrun_s_own_rendezvous_is_used_as_well(tmp_path: Path) -> None:
     """c10d, which does not tell by itself that a node waits; what is lost with it is said."""
     script = tmp_path / "script.py"

@@ -138,6 +138,24 @@ def test_the_host_goes_and_another_one_takes_over(how: str, endpoint: str) -> No
         assert epochs(endpoint).lost(1) == (how == "die")
 
 
+def test_all_nodes_know_how_attempts_have_ended_also_when_the_host_is_lost(endpoint: str) -> None:
+    """Case c01: a budget is the job's. Of each attempt the first word counts, and whoever comes late hears of it."""
+    with nodes(endpoint, 3) as all_nodes:
+        host = host_of(all_nodes)
+        rest = [node for node in all_nodes if node is not host]
+        attempt = rest[0].handler.attempt
+        assert rest[0].handler.failures("first") == ["first"]
+        eventually(lambda: all(node.handler._member.failures == {attempt: "first"} for node in all_nodes))  # type: ignore[union-attr]
+        assert host.handler.failures("another word") == ["first"]
+        host.die()
+        together(rest)
+        assert rest[1].handler.failures("second") == ["first", "second"]
+        late = Node(endpoint)
+        together([*rest, late])
+        assert late.handler.failures("third") == ["first", "second", "third"]
+        late.end()
+
+
 def lose(node: Node, how: str) -> None:
     node.die() if how == "die" else node.tell(how)
 

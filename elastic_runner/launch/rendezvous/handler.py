@@ -101,6 +101,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._place: Place | None = None
         self._told: Callable[[], None] | None = None
         self._epoch = 0
+        self._failures: dict[int, str] = {}
+        """Of attempts, by their numbers, in all epochs that this node has been in."""
         self._not_before = 0.0
         self._closed = self._gone = False
         # torch's agent does not shut down after a signal; the others are not to wait until this node lapses.
@@ -127,6 +129,8 @@ class ElasticRendezvous(RendezvousHandler):
             if self._member is None:
                 self._member = self._enter(end)
                 self._epoch = self._member.epoch
+                for attempt, how in self._failures.items():
+                    self._member.tell_failure(attempt, how)
                 if self._told is not None:
                     self._member.tell(self._told)
             if self._gone:  # meanwhile, by another thread
@@ -174,6 +178,16 @@ class ElasticRendezvous(RendezvousHandler):
     def attempt(self) -> int:
         """How many worlds the job has had: the same on all nodes; 0 before the first."""
         return 0 if self._place is None else self._place.attempt
+
+    def failures(self, end: str) -> list[str]:
+        """How the job's attempts have ended on any node, oldest first, the present one by ``end`` unless a node has
+        said so already. The others hear of it before the next round."""
+        if self._member is not None:
+            self._member.tell_failure(self.attempt, end)
+            self._failures |= self._member.failures
+        else:
+            self._failures.setdefault(self.attempt, end)
+        return [self._failures[attempt] for attempt in sorted(self._failures)]
 
     def is_closed(self) -> bool:
         """Whether the job is over."""
@@ -273,6 +287,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _leave_epoch(self) -> None:
         if self._member is not None:
+            self._failures |= self._member.failures
             self._member.close()
             self._member = None
         now = time.monotonic()

@@ -124,6 +124,8 @@ class Host:
         self._peers: dict[str, _Peer] = {}
         self._closed: str | None = None
         self._attempts = 0
+        self._failures: dict[int, Message] = {}
+        """How attempts have ended, by their numbers."""
         self._worker_stores: list[_WorkerStore] = []
         self._ending: str | None = None
         self._over = threading.Event()
@@ -259,6 +261,10 @@ class Host:
             lost = unhealthy and self._counts(node)
             reason = "is unhealthy" if unhealthy else "has left"
             self._apply(Leave(node=node, done=bool(message["leave"]), lost=lost, reason=reason))
+        elif "failed" in message:
+            if message["failed"] not in self._failures:
+                self._failures[message["failed"]] = message
+                self._tell([other for other in self._peers if other != node], message)
         elif "close" in message:
             self._closed = str(message["close"])
             self._tell([other for other in self._peers if other != node], {"closed": self._closed})
@@ -284,6 +290,8 @@ class Host:
         peer.node = node
         self._peers[node] = peer
         self._tell([node], {"welcome": self._record.epoch})
+        for failure in self._failures.values():
+            self._tell([node], failure)
 
     def _apply(self, event: Event) -> None:
         before = self._state

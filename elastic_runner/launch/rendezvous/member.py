@@ -112,6 +112,8 @@ class Member:
         self._lost: str | None = None
         self._closed: str | None = None
         self._told: Callable[[], None] | None = None
+        self.failures: dict[int, str] = {}
+        """How attempts have ended, by their numbers, as the nodes have said."""
         quick(connection)
         self._greet(record, node)
         connection.settimeout(settings.lease)
@@ -188,6 +190,12 @@ class Member:
         with suppress(EpochLost):
             self._say({"close": reason})
 
+    def tell_failure(self, attempt: int, end: str) -> None:
+        """Tell every node how an attempt has ended; the first word on it counts."""
+        self.failures.setdefault(attempt, end)
+        with suppress(EpochLost):
+            self._say({"failed": attempt, "how": end})
+
     def close(self) -> None:
         """Fall silent."""
         with self._changed:
@@ -236,6 +244,8 @@ class Member:
             messages = self._lines.feed(data)
         if messages[0].get("welcome") != record.epoch:
             raise ValueError("not the host on record")
+        for message in messages[1:]:
+            self._take(message)
 
     def _say(self, message: Message) -> None:
         try:
@@ -301,6 +311,8 @@ class Member:
                 self._spare = True
             elif "break" in message:
                 self._broken = (message["break"], message["reason"])
+            elif "failed" in message:
+                self.failures.setdefault(message["failed"], message["how"])
             elif "closed" in message:
                 self._closed = message["closed"]
             elif "finished" in message:
