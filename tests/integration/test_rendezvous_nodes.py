@@ -156,6 +156,18 @@ def test_all_nodes_know_how_attempts_have_ended_also_when_the_host_is_lost(endpo
         late.end()
 
 
+def test_nodes_that_speak_at_once_come_to_the_same_word(endpoint: str) -> None:
+    with nodes(endpoint, 2) as all_nodes:
+        for word in ("a", "b"):
+            for number, node in enumerate(all_nodes):
+                node.handler._member.tell_failure(ord(word), f"{word} by {number}")  # type: ignore[union-attr]
+        # The answer to what was said last comes last.
+        for node in all_nodes:
+            node.handler._member.tell_failure(0, "the end")  # type: ignore[union-attr]
+        known = [node.handler._member.failures for node in all_nodes]  # type: ignore[union-attr]
+        eventually(lambda: known[0] == known[1] and set(known[0]) == {0, ord("a"), ord("b")})
+
+
 def lose(node: Node, how: str) -> None:
     node.die() if how == "die" else node.tell(how)
 

@@ -262,9 +262,8 @@ class Host:
             reason = "is unhealthy" if unhealthy else "has left"
             self._apply(Leave(node=node, done=bool(message["leave"]), lost=lost, reason=reason))
         elif "failed" in message:
-            if message["failed"] not in self._failures:
-                self._failures[message["failed"]] = message
-                self._tell([other for other in self._peers if other != node], message)
+            # Also to whoever said so: another node's word may have been first.
+            self._tell(list(self._peers), self._failures.setdefault(message["failed"], message))
         elif "close" in message:
             self._closed = str(message["close"])
             self._tell([other for other in self._peers if other != node], {"closed": self._closed})

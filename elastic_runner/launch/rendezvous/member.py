@@ -312,7 +312,7 @@ class Member:
             elif "break" in message:
                 self._broken = (message["break"], message["reason"])
             elif "failed" in message:
-                self.failures.setdefault(message["failed"], message["how"])
+                self.failures[message["failed"]] = message["how"]
             elif "closed" in message:
                 self._closed = message["closed"]
             elif "finished" in message:
