@@ -272,7 +272,9 @@ class ElasticRendezvous(RendezvousHandler):
         return record, election.look(view, time.monotonic(), epoch=epoch, ended=ended, beat=beat)
 
     def _open(self, epoch: int, former: Record | None) -> None:
-        deposed = former.node if former is not None and former.node and self._epochs.lost(former.epoch) else None
+        # Who opens the next epoch after its own was not lost: its peers were.
+        others = former is not None and former.node not in ("", self.node)
+        deposed = former.node if former is not None and others and self._epochs.lost(former.epoch) else None
         listener = listen()
         port = int(listener.getsockname()[1])
         record = Record(epoch=epoch, node=self.node, addresses=self._addresses, port=port, token=uuid.uuid4().hex)

@@ -302,7 +302,7 @@ class Member:
                     nodes=message["nodes"],
                     port=message["port"],
                     attempt=message["attempt"],
-                    losses=backoff.unpack(message["losses"], time.monotonic()),
+                    losses=backoff.unpack(message.get("losses", []), time.monotonic()),
                 )
             elif "hold" in message:
                 self._held_until, self._times = time.monotonic() + message["hold"], message["times"]
