@@ -76,9 +76,10 @@ def encode(end: End) -> str:
     return json.dumps(asdict(end))
 
 
-def decode(text: str) -> End:
-    """The end that ``encode`` was given."""
-    return End(**json.loads(text))
+def decode(text: str | bytes) -> End:
+    """An end as it was written; what other versions say besides is left out. Raises ValueError, TypeError."""
+    known = {field.name for field in fields(End)}
+    return End(**{name: value for name, value in dict(json.loads(text)).items() if name in known})
 
 
 def write_end(storage: Storage, end: End) -> None:
@@ -91,10 +92,8 @@ def write_end(storage: Storage, end: End) -> None:
 def read_ends(storage: Storage, most: int = _RECENT) -> list[End]:
     """The latest ends on record, oldest first; torn ones are left out."""
     numbers = sorted(n for name in storage.list(paths.ATTEMPTS) if (n := paths.ended_attempt(name)) is not None)
-    known = {field.name for field in fields(End)}
     found = []
     for number in numbers[-most:]:
-        with suppress(NotFound, ValueError, TypeError, AttributeError):
-            record = json.loads(storage.read(paths.attempt_end(number)))
-            found.append(End(**{name: value for name, value in record.items() if name in known}))
+        with suppress(NotFound, ValueError, TypeError):
+            found.append(decode(storage.read(paths.attempt_end(number))))
     return found

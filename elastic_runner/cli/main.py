@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 
 from elastic_runner.environment import TRACEBACK
 from elastic_runner.errors import ElasticRunnerError, ExitCode
@@ -33,29 +35,23 @@ exit codes: 0 finished · 1 failed, restarts used up · 2 wrong command line or 
 
 'elastic-runner VERB --help' says more. ELASTIC_RUNNER_TRACEBACK=1 shows whole tracebacks."""
 
+VERBS = ("launch", "submit", "demo", "status", "audit", "metrics", "checkpoint")
+"""Each the name of a module here and of its function, but for launch and demo, which are packages of their own."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run a verb and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    verbs = {
-        "launch": _launch,
-        "submit": _submit,
-        "demo": _demo,
-        "status": _status,
-        "audit": _audit,
-        "metrics": _metrics,
-        "checkpoint": _checkpoint,
-    }
     if verb in ("-h", "--help", "help"):
         print(HELP)
         return ExitCode.FINISHED if arguments else ExitCode.USAGE
-    if verb not in verbs:
-        print(f"elastic-runner: no verb {verb!r}; there are {', '.join(verbs)}", file=sys.stderr)
+    if verb not in VERBS:
+        print(f"elastic-runner: no verb {verb!r}; there are {', '.join(VERBS)}", file=sys.stderr)
         return ExitCode.USAGE
     logging.basicConfig(format="%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     try:
-        return verbs[verb](rest)
+        return _run(verb, rest)
     except BrokenPipeError:  # whoever read the output, such as head, has had enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
@@ -64,6 +60,15 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(f"elastic-runner: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    if verb == "launch":
+        return _launch(arguments)
+    if verb == "demo":
+        return _demo(arguments)
+    run: Callable[[list[str]], int] = getattr(import_module(f"elastic_runner.cli.{verb}"), verb)
+    return run(arguments)
 
 
 def _launch(arguments: list[str]) -> int:
@@ -76,39 +81,9 @@ def _launch(arguments: list[str]) -> int:
     return launch(arguments)
 
 
-def _submit(arguments: list[str]) -> int:
-    from elastic_runner.cli.submit import submit
-
-    return submit(arguments)
-
-
 def _demo(arguments: list[str]) -> int:
     import tyro
 
     from elastic_runner.chaos.demo import DemoConfig, run_demo
 
     return run_demo(tyro.cli(DemoConfig, prog="elastic-runner demo", args=arguments))
-
-
-def _status(arguments: list[str]) -> int:
-    from elastic_runner.cli.status import status
-
-    return status(arguments)
-
-
-def _audit(arguments: list[str]) -> int:
-    from elastic_runner.cli.audit import audit
-
-    return audit(arguments)
-
-
-def _metrics(arguments: list[str]) -> int:
-    from elastic_runner.cli.metrics import metrics
-
-    return metrics(arguments)
-
-
-def _checkpoint(arguments: list[str]) -> int:
-    from elastic_runner.cli.checkpoint import checkpoint
-
-    return checkpoint(arguments)

@@ -23,15 +23,14 @@ class MetricsArguments:
 def metrics(arguments: list[str]) -> int:
     """Print them. Raises NotFound when there are none."""
     from elastic_runner.data.ledger import read_records
-    from elastic_runner.data.lineage import Lineage
+    from elastic_runner.data.lineage import course
     from elastic_runner.storage import open_storage
     from elastic_runner.tracking.values import rows
 
     wanted = tyro.cli(MetricsArguments, prog="elastic-runner metrics", args=arguments)
     storage = open_storage(wanted.run_dir, wanted.options)
-    placed = Lineage(read_records(storage)).marked(read_records(storage))
     row = None
-    for row in rows(one.record for one in placed if one.led):
+    for row in rows(course(lambda: read_records(storage))):
         print(json.dumps(row))
     if row is None:
         raise NotFound(f"{storage.url} has no step on record")

@@ -9,7 +9,7 @@ rest on the newest attempt before them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,6 +169,11 @@ def is_start(record: Record) -> bool:
 def from_outside(record: Record) -> bool:
     """Whether an attempt began with steps of which this record can know nothing: the state was imported."""
     return is_start(record) and record["resumed_at"] > 0 and record.get("rests_on") == OUTSIDE
+
+
+def course(read: Callable[[], Iterable[Record]], origin: Origin | None = None) -> Iterator[Record]:
+    """The records that led to a state, by default the newest; ``read`` is called twice."""
+    return (placed.record for placed in Lineage(read()).marked(read(), origin) if placed.led)
 
 
 def effective(records: Iterable[Record], origin: Origin | None = None) -> tuple[list[Record], int]:

@@ -113,7 +113,7 @@ class Feed:
     def _open(self) -> Tracker:
         known = told.read(self._run.storage, self._name)
         since = known.step
-        if self._opener.rewinds:
+        if self._opener.rewinds and known.course:
             here: list[Piece] = []
             for record in filter(is_whole, self._history.course()):
                 if record["event"] == "step":

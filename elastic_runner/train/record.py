@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from elastic_runner import paths
 from elastic_runner.config import ReplayPolicy
 from elastic_runner.data.ledger import LedgerWriter, Record, read_records
-from elastic_runner.data.lineage import OUTSIDE, Lineage, Origin
+from elastic_runner.data.lineage import OUTSIDE, Lineage, Origin, course
 from elastic_runner.data.skips import Skip, recorded
 from elastic_runner.data.tally import Tally
 from elastic_runner.errors import NotFound, StorageError
@@ -310,12 +311,8 @@ class MainRecord(RunRecord):
 
 def history(storage: Storage, origin: Origin | None = None) -> History:
     """What trackers are told of it: up to a state, by default the newest."""
-
-    def course() -> Iterator[Record]:
-        placed = Lineage(read_records(storage)).marked(read_records(storage), origin)
-        return (one.record for one in placed if one.led)
-
-    return History(course, lambda: read_records(storage))
+    read = partial(read_records, storage)
+    return History(lambda: course(read, origin), read)
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:

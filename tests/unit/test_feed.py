@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +177,18 @@ def test_trouble_is_said_once_and_tried_again(
     assert said == [f"tracker tool is tried again, training goes on: OSError: no {a}" for a in ("open", "log", "flush")]
 
 
-def test_a_tool_that_is_away_is_not_waited_for(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
-    tool = Tool()
+def raising(error: BaseException) -> Callable[[str], None]:
+    """A tool whose every action fails."""
 
     def fail(action: str) -> None:
-        raise OSError("away")
+        raise error
 
-    tool.fail = fail
+    return fail
+
+
+def test_a_tool_that_is_away_is_not_waited_for(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
+    tool = Tool()
+    tool.fail = raising(OSError("away"))
     attempt(tool, run, steps(1, 3, 1))
     assert "is told the rest at the next start: OSError: away" in caplog.text
     tool.fail = lambda action: None
@@ -193,11 +198,7 @@ def test_a_tool_that_is_away_is_not_waited_for(run: TrackedRun, caplog: pytest.L
 
 def test_a_tool_that_exits_is_a_tool_that_fails(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
     tool = Tool()
-
-    def fail(action: str) -> None:
-        raise SystemExit("no key")
-
-    tool.fail = fail
+    tool.fail = raising(SystemExit("no key"))
     attempt(tool, run, steps(1, 3, 1))
     assert "is told the rest at the next start: SystemExit: no key" in caplog.text
 

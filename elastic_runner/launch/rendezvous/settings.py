@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from elastic_runner.errors import ConfigError
 from elastic_runner.launch.rendezvous.backoff import Backoff
 from elastic_runner.launch.rendezvous.membership import Rules
+from elastic_runner.storage import SECRET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,6 @@ class Settings:
 
 
 _STORAGE = "storage."
-_SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNORECASE)
 
 
 def storage_options(given: Mapping[str, Any]) -> dict[str, str]:
@@ -68,7 +67,7 @@ def storage_options(given: Mapping[str, Any]) -> dict[str, str]:
     Raises ConfigError for a secret: command lines are seen by everybody on the machine, and torch logs this one.
     """
     options = {name[len(_STORAGE) :]: str(value) for name, value in given.items() if name.startswith(_STORAGE)}
-    secrets = sorted(name for name in options if _SECRET.search(name))
+    secrets = sorted(name for name in options if SECRET.search(name))
     if secrets:
         raise ConfigError(
             f"--rdzv-conf {_STORAGE}{secrets[0]}: a secret has no place on a command line; set it where the file "
