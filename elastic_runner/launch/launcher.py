@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -162,12 +163,13 @@ def _agent_directory() -> Iterator[Path]:
 
 
 def _mark_failed(directory: str, given: Verdict) -> None:
-    """Say in the run's summary what a killed worker could not say itself."""
-    run: RunPlace | None = verdict.read_place(directory)
+    """Say in the run's summary what a killed worker could not say itself, or one that only lost a peer did not know."""
+    run: RunPlace | None = verdict.last_place(directory)
     if run is None or given.code in (ExitCode.FINISHED, ExitCode.INTERRUPTED):
         return
     with suppress(ElasticRunnerError, ValueError):
         storage = open_storage(run.url, run.options)
         summary = decode(storage.read(paths.SUMMARY))
-        if summary.status == "running":
-            storage.put(paths.SUMMARY, encode(dataclasses.replace(summary, status="failed", message=given.message)))
+        if summary.status in ("running", "failed") and summary.attempt <= run.attempt:
+            failed = dataclasses.replace(summary, status="failed", message=given.message, updated=time.time())
+            storage.put(paths.SUMMARY, encode(failed))

@@ -99,6 +99,25 @@ def test_restarts_used_up_is_a_failure_that_the_summary_tells(tmp_path: Path) ->
     assert re.search(rf"rank 1 on {host} was killed by SIGKILL in phase \w+ after step \d+", summary.message)
 
 
+def test_the_summary_tells_the_cause_though_a_survivor_has_told_what_followed(tmp_path: Path) -> None:
+    """Case c08: in the first attempt rank 0 has time to record that its peer is lost; in the second nobody begins."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "again = pathlib.Path(__file__).with_name('again')\n"
+        "if os.environ['RANK'] == '1' and again.exists(): os._exit(8)\n"
+        + SCRIPT.replace("step.optimize()", "again.touch(), worker.rank and os._exit(7); step.optimize()")
+    )
+    run_dir = tmp_path / "run"
+    command = [*launch_command(2, "--max-restarts=1", str(script)), "--run-dir", str(run_dir)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == ExitCode.DO_NOT_RETRY, result.stderr
+    assert "PeerLost" in result.stderr
+    summary, _ = outcome(run_dir)
+    assert summary.status == "failed" and f": {summary.message}\n" in result.stdout
+    assert f"rank 1 on {socket.gethostname()} ended with exit code 8" in summary.message
+
+
 def test_terminating_the_launcher_saves_and_asks_for_a_new_start(tmp_path: Path) -> None:
     command = launch_command(2, *RECIPE)
     with ObservedRun(tmp_path, command) as run:
