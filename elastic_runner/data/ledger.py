@@ -123,8 +123,13 @@ def _lines(storage: Storage, path: str) -> Iterator[bytes]:
 
 
 def parse(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Records of whole lines; what is torn is left out."""
+    """Records of whole lines; what is torn is left out, and what an append wrote that said it had failed, and wrote
+    again."""
+    whole = b""
     for line in lines:
+        if line == whole:
+            continue
+        whole = whole if line == _TORN else line
         try:
             record = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:

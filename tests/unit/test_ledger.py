@@ -78,6 +78,27 @@ def test_torn_tail_of_one_attempt_is_left_out_and_the_next_is_read(storage: Stor
     assert [record["step"] for record in read_records(storage)] == [1, 2]
 
 
+@pytest.mark.parametrize("written", [0, 9, -1, None], ids=["nothing", "a part", "all but its end", "all"])
+def test_a_line_whose_append_failed_is_there_once_whatever_was_written(written: int | None, tmp_path: Path) -> None:
+    """NFS may say that a write has failed after its server has done it; an audit would find the step twice."""
+
+    class Trouble(LocalStorage):
+        fails = False
+
+        def append(self, path: str, data: bytes) -> bool:
+            done = super().append(path, data[:written] if self.fails else data)
+            if self.fails:
+                raise StorageError("the answer was lost")
+            return done
+
+    storage = Trouble(tmp_path)
+    writer = LedgerWriter(storage, 1)
+    for step in range(1, 7):
+        storage.fails = step in (1, 3, 4)
+        writer.append({"event": "step", "step": step})
+    assert [record["step"] for record in read_records(storage)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_no_ledger_is_an_empty_one(storage: Storage) -> None:
     assert list(read_records(storage)) == []
 
