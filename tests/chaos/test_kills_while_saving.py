@@ -70,7 +70,7 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_newest_committed_step(series:
     """Case c28; each element of the state is the number of its step, as in case c21."""
     rng = random.Random(series)
     storage = LocalStorage(tmp_path / paths.CHECKPOINTS)
-    committed = 0
+    committed = left = 0
     for number in range(-(-KILLS // SERIES)):
         start = draw(rng, number)
         print(f"series {series}, kill {number}, from step {committed}: {start}")
@@ -81,8 +81,9 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_newest_committed_step(series:
         manifests = verified(storage)
         newest = max([m.step for m in manifests], default=0)
         assert newest >= max(told(tmp_path, "saved", start.world_size), default=committed), "it was said to be saved"
-        assert newest >= committed and len(manifests) <= KEEP + 1
-        committed = newest
+        # The second save of a start follows the tidying after its first, which a kill may have come before.
+        assert newest >= committed and len(manifests) <= (KEEP + 1 if newest > committed + 1 else left + 1)
+        committed, left = newest, len(manifests)
     assert committed > 0
     assert run_ranks(save_until_killed, 2, str(tmp_path), None) == [committed] * 2
 
