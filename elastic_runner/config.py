@@ -221,9 +221,9 @@ class TimeoutConfig:
     step: Seconds = 600
     """Any other step, its data included."""
     save: Seconds = 1800
-    """One save, on every rank."""
+    """How long a save may stand still, on every rank; while bytes move, it may take as long as it needs."""
     load: Seconds = 1800
-    """Selecting, verifying and loading a checkpoint."""
+    """How long selecting, verifying and loading a checkpoint may stand still, as for ``save``."""
     evaluate: Seconds = 1800
     """One evaluation."""
     on_main: Seconds = 3600

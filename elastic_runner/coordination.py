@@ -6,9 +6,11 @@ What is decided (a stop, a checkpoint, an error) is decided once and known to al
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,16 +27,28 @@ class _Outcome:
     label: str
     value: Any = None
     error: BaseException | None = None
+    pending: bool = False
+    """Still at work: there will be another round."""
 
 
 class Coordinator:
     """Labelled exchanges over one (gloo) process group; of one rank when ``group`` is None.
 
     Raises PeerLost or PhaseTimeout when a peer is gone or does not come, LoopError when the ranks' labels differ.
+    ``every``: a rank that is at work within an exchange says so every so many seconds; None: never. Those that wait for
+    it call ``moved`` then, which restarts their clocks: its own clock judges it, by the bytes that it moves itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        moved: Callable[[], None] = lambda: None,
+        every: float | None = None,
+    ) -> None:
         self.group = group
+        self.moved = moved
+        self._every = every
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._closed = False
@@ -59,11 +73,11 @@ class Coordinator:
 
     def agree(self, label: str, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank. If it raises anywhere, the lowest such rank's error is raised on all."""
-        return self._all_values(_attempt(label, action))
+        return self._all_values(self._attempt(label, action))
 
     def once(self, label: str, action: Callable[[], T]) -> T:
         """Run ``action`` on global rank 0 alone; its result, or its error, is everybody's."""
-        mine = _attempt(label, action) if self.is_main else _Outcome(label)
+        mine = self._attempt(label, action) if self.is_main else _Outcome(label)
         outcome = self._exchange(mine)[0]
         if outcome.error is not None:
             _raise(outcome.error, 0, self.rank)
@@ -105,6 +119,7 @@ class Coordinator:
         if self.group is not None and tensor.numel():
             with _mapped(label):
                 dist.broadcast(tensor, group=self.group, group_src=source)
+            self.moved()
 
     def _check_open(self, label: str) -> None:
         """Without its group a rank of several would agree with itself alone."""
@@ -118,7 +133,21 @@ class Coordinator:
                 _raise(outcome.error, rank, self.rank)
         return [outcome.value for outcome in outcomes]
 
+    def _attempt(self, label: str, action: Callable[[], T]) -> _Outcome:
+        if self.group is None or self._every is None:
+            return _attempt(label, action)
+        with _Company(lambda: self._round(_Outcome(label, pending=True)), self._every):
+            return _attempt(label, action)
+
     def _exchange(self, mine: _Outcome) -> Sequence[_Outcome]:
+        """Rounds until nobody is at work any more."""
+        outcomes = self._round(mine)
+        while any(outcome.pending for outcome in outcomes):
+            self.moved()
+            outcomes = self._round(mine)
+        return outcomes
+
+    def _round(self, mine: _Outcome) -> Sequence[_Outcome]:
         self._check_open(mine.label)
         if self.group is None:
             return [mine]
@@ -133,6 +162,37 @@ class Coordinator:
                 "what only rank 0 shall do belongs inside coordinator.once(...)."
             )
         return gathered
+
+
+class _Company:
+    """A thread that takes part in a round every so many seconds, while the one that enters is at work: none where that
+    is done sooner. What it raises is raised on leaving."""
+
+    def __init__(self, take_part: Callable[[], object], every: float) -> None:
+        self._take_part = take_part
+        self._every = every
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="elastic_runner company", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if error is None:  # else this process ends: it waits for nobody
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self._every):
+                self._take_part()
+        except BaseException as error:
+            self._error = error
 
 
 class Place(Protocol):

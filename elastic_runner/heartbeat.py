@@ -25,10 +25,15 @@ _FIELDS = struct.Struct("<QIiqqqddd?40s")
 _FIGURES = struct.Struct("<qqddqqqddd")
 _LENGTH = _FIELDS.size + _FIGURES.size
 _DIGEST = struct.Struct("<Q")
+_TIME = struct.Struct("=d")
 _COPY = 256
 _LANE = 2 * _COPY
 
 assert _LENGTH + _DIGEST.size <= _COPY
+
+
+MOVING = frozenset({"save", "load"})
+"""Phases that may take as long as bytes of a checkpoint move: their limit counts from the last of them."""
 
 
 class Lane(IntEnum):
@@ -38,6 +43,10 @@ class Lane(IntEnum):
     """What the program does."""
     SAVING = 1
     """The save that goes on beside it."""
+
+
+_MOVED = len(Lane) * _LANE
+"""Where in a page it is said when bytes moved, whichever lane they moved for."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +97,7 @@ class Beat:
     since: float
     """When the phase began, by time.monotonic; the time spent in phases inside it is left out."""
     limit: float
-    """Seconds the phase may take; 0: for ever."""
+    """Seconds the phase may take, or stand still (MOVING); 0: for ever."""
     learned: bool
     """Whether the limit comes from the durations of earlier phases rather than from ``timeouts`` itself."""
     phase: str
@@ -132,6 +141,29 @@ class Heart:
         self._page[start : start + len(record)] = record
 
 
+class Moved:
+    """When bytes of a checkpoint last moved. Called for every piece of them, from any thread: one word is written."""
+
+    def __init__(self, page: mmap.mmap | bytearray | None = None) -> None:
+        """``page``: where the agent looks, too."""
+        page = bytearray(SIZE) if page is None else page
+        self._at = memoryview(page)[_MOVED : _MOVED + _TIME.size].cast("d")
+
+    def __call__(self) -> None:
+        """Now, here or on a rank that this one waits for."""
+        self._at[0] = time.monotonic()
+
+    @property
+    def at(self) -> float:
+        """By time.monotonic; 0 before any."""
+        return self._at[0]
+
+
+def counts_from(phase: str, since: float, moved: float) -> float:
+    """When the time began that a phase's limit is for; ``since``: the phase itself, ``moved``: bytes last moved."""
+    return max(since, moved) if phase in MOVING else since
+
+
 def open_page(path: str) -> mmap.mmap:
     """The page that the agent holds ready. Raises OSError or ValueError when it is not there."""
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -146,6 +178,11 @@ def read(page: mmap.mmap | bytearray, lane: Lane) -> Beat | None:
     start = lane * _LANE
     copies = [_whole(bytes(page[at : at + _COPY])) for at in (start, start + _COPY)]
     return max((beat for beat in copies if beat is not None), key=lambda beat: beat.number, default=None)
+
+
+def moved_at(page: mmap.mmap | bytearray) -> float:
+    """What ``Moved`` says there."""
+    return float(_TIME.unpack_from(page, _MOVED)[0])
 
 
 def forget_others(page: mmap.mmap | bytearray, pid: int) -> None:

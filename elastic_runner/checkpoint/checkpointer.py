@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves and restores ``parts`` (a TrainState).
 
-    ``storage``: where; by default what the configuration says. Every method is collective: call it on every rank. An
-    error on any rank is raised on every rank.
+    ``storage``: where; by default what the configuration says. (Its ``moved`` should be the worker's
+    ``checkpoint_coordinator.moved``: without it a slow save is taken for one that stands still.) Every method is
+    collective: call it on every rank. An error on any rank is raised on every rank.
     """
 
     def __init__(
@@ -46,15 +47,16 @@ class Checkpointer:
         self._worker = worker
         self._coordinator = worker.checkpoint_coordinator
         self._storage = storage or checkpoint_storage(
-            config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout
-        )
+            config, run_url=worker.run_url, run_options=worker.storage_options, seconds=worker.storage_timeout,
+            moved=self._coordinator.moved,
+        )  # fmt: skip
         self._saver: Saver = (
             FullSaver(main=self._coordinator.is_main)
             if config.format == "full"
             else ShardedSaver(worker.device, shared=not self._storage.takes_memory)
         )
         self._unusable: set[str] = set()
-        self._spill = Spill(config.spill, self._storage) if config.spill is not None else None
+        self._spill = Spill(config.spill, self._storage, self._coordinator.moved) if config.spill is not None else None
         self._commit = Commit(config, self._spill, worker, self._unusable, Catalogue(self._storage))
         self._in_flight: int | None = None
         self._saved_step: int | None = None
@@ -381,7 +383,8 @@ def _require_none(refused: Mapping[str, Damaged | StorageError], storage: Storag
 
 
 def checkpoint_storage(
-    config: CheckpointConfig, *, run_url: str, run_options: dict[str, str], seconds: float
-) -> Storage:
+    config: CheckpointConfig, *, run_url: str, run_options: dict[str, str], seconds: float,
+    moved: Callable[[], None] = lambda: None,
+) -> Storage:  # fmt: skip
     """Where a run's checkpoints are: ``checkpoint.url``, else below the run directory."""
-    return open_storage(*checkpoint_url(config, run_url, run_options), seconds)
+    return open_storage(*checkpoint_url(config, run_url, run_options), seconds, moved)

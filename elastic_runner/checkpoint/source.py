@@ -59,15 +59,21 @@ class Source(Protocol):
 
 def open_source(storage: Storage, manifest: Manifest, coordinator: Coordinator, *, node: str, digests: bool) -> Source:
     """The source for a checkpoint's format. ``node``: what ranks that share memory and files have in common."""
-    checked = Checked(storage, manifest, digests=digests)
+    checked = Checked(storage, manifest, digests=digests, moved=coordinator.moved)
     return (FullSource if manifest.format == "full" else ShardedSource)(checked, coordinator, node)
 
 
 class Checked:
-    """The files of one checkpoint, each compared with the manifest as it is read: what is used is what was checked."""
+    """The files of one checkpoint, each compared with the manifest as it is read: what is used is what was checked.
 
-    def __init__(self, storage: Storage, manifest: Manifest, *, digests: bool = True) -> None:
+    ``moved``: called as bytes come that the storage does not see.
+    """
+
+    def __init__(
+        self, storage: Storage, manifest: Manifest, *, digests: bool = True, moved: Callable[[], None] = lambda: None
+    ) -> None:
         self._storage = storage
+        self._moved = moved
         self._directory = paths.data_directory(manifest.step, manifest.attempt)
         self._digests = digests
         self._files = {file.path.rpartition("/")[2]: file for file in manifest.files}
@@ -125,7 +131,7 @@ class Checked:
 
             def digest(local: Path) -> str:
                 with mapped(f"read {self.path(name)}"):
-                    return digest_of(local)
+                    return digest_of(local, moved=self._moved)
 
             yield self._right(name, bring, digest)
 
@@ -304,6 +310,7 @@ class FullSource:
             # Another node's copy may, without digests, be another.
             tensor = _expect(tensors.get(key), entry.size, entry.properties.dtype, f"{where}: {key}")
             place(planner, item, tensor)
+            self._coordinator.moved()  # the file is read as it is copied
 
     def close(self) -> None:
         """Let go of the file."""

@@ -25,10 +25,14 @@ Held = Mapping[str, tuple[Manifest, frozenset[str]]]
 
 
 class Spill:
-    """The spill directory as one rank sees it: a part of ``directory`` for checkpoints meant for ``target`` only."""
+    """The spill directory as one rank sees it: a part of ``directory`` for checkpoints meant for ``target`` only.
 
-    def __init__(self, directory: str, target: Storage) -> None:
-        self.storage: Storage = LocalStorage(Path(directory) / xxhash.xxh3_64_hexdigest(target.url.encode()))
+    ``moved``: called as bytes move.
+    """
+
+    def __init__(self, directory: str, target: Storage, moved: Callable[[], None] = lambda: None) -> None:
+        own = Path(directory) / xxhash.xxh3_64_hexdigest(target.url.encode())
+        self.storage: Storage = LocalStorage(own, moved=moved)
 
     def keep(self, manifest: Manifest) -> None:
         """Add the manifest to what this rank has written here. On every rank."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_runner import heartbeat
-from elastic_runner.heartbeat import Beat, Lane
+from elastic_runner.heartbeat import MOVING, Beat, Lane, counts_from
 from elastic_runner.launch import kernel
 
 LOOK_EVERY = 0.5
@@ -73,6 +73,12 @@ class Sight:
     """What the save beside it does; None before the first one."""
     stopped: float | None = None
     """Since when it has been seen stopped by a signal, by time.monotonic."""
+    moved: float = 0.0
+    """When bytes of a checkpoint last moved here, or where it waits for them, by time.monotonic; 0: never."""
+
+    def begun(self, beat: Beat) -> float:
+        """When the time began that the beat's limit is for."""
+        return counts_from(beat.phase, beat.since, self.moved)
 
 
 def awake(since: float, now: float, gaps: Iterable[Gap]) -> float:
@@ -86,12 +92,12 @@ def judge(sights: Sequence[Sight], now: float, gaps: Iterable[Gap] = ()) -> Hang
     def spent(since: float) -> float:
         return awake(since, now, gaps)
 
-    def late(beat: Beat | None) -> bool:
-        return beat is not None and beat.limit > 0 and spent(beat.since) > beat.limit
+    def late(sight: Sight, beat: Beat | None) -> bool:
+        return beat is not None and beat.limit > 0 and spent(sight.begun(beat)) > beat.limit
 
     stopped = [sight for sight in sights if sight.stopped is not None]
-    training = [sight for sight in sights if late(sight.training)]
-    saving = [sight for sight in sights if late(sight.saving)]
+    training = [sight for sight in sights if late(sight, sight.training)]
+    saving = [sight for sight in sights if late(sight, sight.saving)]
     if any(spent(sight.stopped) >= STOPPED_PATIENCE for sight in stopped if sight.stopped is not None) or (
         stopped and (training or saving)
     ):
@@ -100,14 +106,14 @@ def judge(sights: Sequence[Sight], now: float, gaps: Iterable[Gap] = ()) -> Hang
         laggard = min(sights, key=_place)
         return _late(laggard, laggard if laggard in training else training[0], sights, spent)
     if saving:
-        return _late_save(min(saving, key=lambda sight: sight.saving.since if sight.saving else 0.0), spent)
+        return _late_save(min(saving, key=lambda sight: sight.begun(sight.saving) if sight.saving else 0.0), spent)
     return None
 
 
 def _place(sight: Sight) -> tuple[int, int, float]:
     """Where a worker is in the job; the least is behind. One that has not begun is behind all."""
     beat = sight.training
-    return (-2, 0, 0.0) if beat is None else (beat.step, beat.progress, beat.since)
+    return (-2, 0, 0.0) if beat is None else (beat.step, beat.progress, sight.begun(beat))
 
 
 def _stopped(sight: Sight, sights: Sequence[Sight], spent: Callable[[float], float]) -> Hang:
@@ -120,12 +126,12 @@ def _late(sight: Sight, first: Sight, sights: Sequence[Sight], spent: Callable[[
     """``sight`` is behind; ``first`` is past its limit, and another one where ``sight`` is not."""
     beat = sight.training
     if sight is first and beat is not None:
-        said = f"{_name(sight)} {_stands(beat, spent)}{_allowed(beat)}"
+        said = f"{_name(sight)} {_stands(sight, beat, spent)}{_allowed(beat)}"
     else:
         past = first.training
         assert past is not None
-        stands = "has given no sign of life" if beat is None else _stands(beat, spent)
-        said = f"{_name(sight)} is behind: it {stands}; {_name(first)} {_stands(past, spent)}{_allowed(past)}"
+        stands = "has given no sign of life" if beat is None else _stands(sight, beat, spent)
+        said = f"{_name(sight)} is behind: it {stands}; {_name(first)} {_stands(first, past, spent)}{_allowed(past)}"
     learned = first.training is not None and first.training.learned
     return _hang(sight, beat, spent(beat.since) if beat else 0.0, said + _waiting(sight, sights, spent), learned)
 
@@ -133,8 +139,8 @@ def _late(sight: Sight, first: Sight, sights: Sequence[Sight], spent: Callable[[
 def _late_save(sight: Sight, spent: Callable[[float], float]) -> Hang:
     beat = sight.saving
     assert beat is not None
-    said = f"{_name(sight)}: the save beside training has gone on for {spent(beat.since):.1f} s{_allowed(beat)}"
-    return _hang(sight, beat, spent(beat.since), said)
+    goes_on = f"the save beside training has gone on for {spent(beat.since):.1f} s{_still(sight, beat, spent)}"
+    return _hang(sight, beat, spent(beat.since), f"{_name(sight)}: {goes_on}{_allowed(beat)}")
 
 
 def _hang(sight: Sight, beat: Beat | None, seconds: float, reason: str, learned: bool = False) -> Hang:
@@ -158,8 +164,12 @@ def _where(beat: Beat | None) -> str:
     return phase if beat.step < 0 else f"{phase} after step {beat.step}"
 
 
-def _stands(beat: Beat, spent: Callable[[float], float]) -> str:
-    return f"has been {_where(beat)} for {spent(beat.since):.1f} s"
+def _stands(sight: Sight, beat: Beat, spent: Callable[[float], float]) -> str:
+    return f"has been {_where(beat)} for {spent(beat.since):.1f} s{_still(sight, beat, spent)}"
+
+
+def _still(sight: Sight, beat: Beat, spent: Callable[[float], float]) -> str:
+    return f", no byte has moved for {spent(sight.begun(beat)):.1f} s" if beat.phase in MOVING else ""
 
 
 def _allowed(beat: Beat) -> str:
@@ -225,7 +235,7 @@ class Watchdog:
                 ends.append(STOPPED_PATIENCE - awake(sight.stopped, now, self._gaps))
             for beat in (sight.training, sight.saving):
                 if beat is not None and beat.limit > 0:
-                    ends.append(beat.limit - awake(beat.since, now, self._gaps))
+                    ends.append(beat.limit - awake(sight.begun(beat), now, self._gaps))
         wait = max(_SOONEST, min(ends))
         self._due = now + wait
         return wait
@@ -263,7 +273,8 @@ class Watchdog:
         else:
             self._stopped.pop(rank, None)
         stopped = self._stopped.get(rank)
-        return Sight(local_rank=rank, pid=pid, training=training, saving=saving, stopped=stopped)
+        moved = heartbeat.moved_at(page)
+        return Sight(local_rank=rank, pid=pid, training=training, saving=saving, stopped=stopped, moved=moved)
 
 
 def _line(sight: Sight, spent: Callable[[float], float]) -> str:
@@ -272,9 +283,10 @@ def _line(sight: Sight, spent: Callable[[float], float]) -> str:
     parts = [f"local rank {sight.local_rank}{known}, pid {sight.pid}"]
     parts.append("no sign of life yet" if beat is None else f"{_where(beat)}, {spent(beat.since):.1f} s")
     if beat is not None and beat.limit:
-        parts[-1] += f" of at most {beat.limit:.4g}"
+        parts[-1] += f"{_still(sight, beat, spent)} of at most {beat.limit:.4g}"
     if sight.saving is not None and sight.saving.phase:
-        parts.append(f"saving for {spent(sight.saving.since):.1f} s of at most {sight.saving.limit:.4g}")
+        goes_on = f"saving for {spent(sight.saving.since):.1f} s{_still(sight, sight.saving, spent)}"
+        parts.append(f"{goes_on} of at most {sight.saving.limit:.4g}")
     if sight.stopped is not None:
         parts.append(f"stopped for {spent(sight.stopped):.1f} s")
     return "; ".join(parts)

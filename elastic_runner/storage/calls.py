@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -60,12 +61,14 @@ def fill(window: memoryview, start: int, part: int, call: Call, at: str) -> None
 
 
 class Progress(Callback):
-    """Tells a deadline how many bytes are done."""
+    """Tells a deadline how many bytes are done; ``moved`` that there were some."""
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, deadline: Deadline, moved: Callable[[], None]) -> None:
         super().__init__()
         self._deadline = deadline
+        self._moved = moved
 
     def call(self, hook_name: str | None = None, **keywords: Any) -> None:
         """Each step of a transfer ends here."""
         self._deadline.progress(self.value)
+        self._moved()

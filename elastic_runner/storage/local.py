@@ -27,15 +27,17 @@ class LocalStorage:
     """A directory, created when first written to.
 
     It may be a file server's, whose trouble may pass: within ``seconds``, what can be repeated is tried a few times.
+    ``moved``: called as bytes move, and for every operation that is done.
     """
 
     takes_memory = True
 
-    def __init__(self, root: str | Path, *, seconds: float = 300) -> None:
+    def __init__(self, root: str | Path, *, seconds: float = 300, moved: Callable[[], None] = lambda: None) -> None:
         with mapped(f"open {root}"):
             self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)
         self._seconds = seconds
+        self._moved = moved
 
     def read(self, path: str) -> bytes:
         """The whole file."""
@@ -87,7 +89,7 @@ class LocalStorage:
         what = f"write {target}"
         handle = self._repeated("write", path, _open_new)
         try:
-            stream = DigestWriter(cast(BinaryIO, DirectWriter(handle)), what)
+            stream = DigestWriter(cast(BinaryIO, DirectWriter(handle)), what, self._moved)
             with stream.honest():
                 yield stream
             with mapped(what):
@@ -121,7 +123,7 @@ class LocalStorage:
 
     def read_into(self, path: str, buffer: memoryview) -> Written:
         """Past the page cache where the file system can."""
-        digest, size = self._repeated("read", path, lambda target: _fill(_file(target), buffer))
+        digest, size = self._repeated("read", path, lambda target: _fill(_file(target), buffer, self._moved))
         if size != len(buffer):
             raise Damaged(f"{self._at(path)} has {size} bytes instead of {len(buffer)}")
         return digest.written(path)
@@ -187,7 +189,9 @@ class LocalStorage:
 
     def _repeated(self, verb: str, path: str, action: Callable[[Path], T]) -> T:
         target = self._at(path)
-        return repeated(lambda: action(target), f"{verb} {target}", self._seconds)
+        done = repeated(lambda: action(target), f"{verb} {target}", self._seconds)
+        self._moved()
+        return done
 
 
 def _file(target: Path) -> Path:
@@ -212,7 +216,7 @@ def _open_new(target: Path) -> int:
     return open_direct(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
-def _fill(target: Path, buffer: memoryview) -> tuple[Digest, int]:
+def _fill(target: Path, buffer: memoryview, moved: Callable[[], None]) -> tuple[Digest, int]:
     """Read a file of the buffer's size; the digest, and the size it has."""
     digest = Digest()
     handle = open_direct(target, os.O_RDONLY)
@@ -222,6 +226,7 @@ def _fill(target: Path, buffer: memoryview) -> tuple[Digest, int]:
             blocks = read_direct(handle, buffer)
             block = next(blocks, None)
             while block is not None:
+                moved()
                 with digest.taking(block):  # while the next one comes in
                     block = next(blocks, None)
             size = digest.size  # the file may have been cut meanwhile

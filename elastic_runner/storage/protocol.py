@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from io import RawIOBase
@@ -17,6 +17,8 @@ from elastic_runner.errors import StorageError
 from elastic_runner.storage.faults import mapped
 
 _WORTH_A_THREAD = 1 << 20
+_BLOCK = 8 << 20
+"""Bytes after which it is said that they move."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +157,15 @@ class Digest:
 
 
 class DigestWriter(RawIOBase):
-    """A binary stream that counts and digests what passes to ``sink``; ``what`` names it in errors."""
+    """A binary stream that counts and digests what passes to ``sink``; ``what`` names it in errors.
 
-    def __init__(self, sink: BinaryIO, what: str) -> None:
+    ``moved``: called as bytes pass.
+    """
+
+    def __init__(self, sink: BinaryIO, what: str, moved: Callable[[], None] = lambda: None) -> None:
         self._sink = sink
         self._what = what
+        self._moved = moved
         self._failure: StorageError | None = None
         self._digest = Digest()
 
@@ -172,7 +178,9 @@ class DigestWriter(RawIOBase):
         view = memoryview(data).cast("B")
         try:
             with self._digest.taking(view), mapped(self._what):
-                self._sink.write(view)
+                for start in range(0, len(view), _BLOCK):
+                    self._sink.write(view[start : start + _BLOCK])
+                    self._moved()
         except StorageError as error:
             self._failure = error
             raise
@@ -221,11 +229,12 @@ class WriteAll:
         return total
 
 
-def digest_of(file: Path, block: int = 4 << 20) -> str:
-    """xxh3-128 of a local file, in hex."""
+def digest_of(file: Path, block: int = 4 << 20, moved: Callable[[], None] = lambda: None) -> str:
+    """xxh3-128 of a local file, in hex; ``moved`` is called as bytes come."""
     state = xxhash.xxh3_128()
     for chunk in _blocks(file, block):
         state.update(chunk)
+        moved()
     return state.hexdigest()
 
 

@@ -50,8 +50,16 @@ SECRET = re.compile(r"key|secret|token|password|passphrase|credential", re.IGNOR
 _MEMORY_LOCK = threading.Lock()
 
 
-def open_storage(url: str, options: dict[str, str] | None = None, seconds: float = 300) -> Storage:
+def open_storage(
+    url: str,
+    options: dict[str, str] | None = None,
+    seconds: float = 300,
+    moved: Callable[[], None] = lambda: None,
+) -> Storage:
     """The storage at ``url``; ``options`` as in the configuration; ``seconds`` is the deadline of one operation.
+
+    ``moved``: called as bytes move, in pieces as small as the filesystem tells of, and for every operation that is
+    done.
 
     Raises ConfigError for a scheme that fsspec does not know or whose package is not installed, and for a password in
     the URL, which is shown in logs and kept in files.
@@ -66,9 +74,9 @@ def open_storage(url: str, options: dict[str, str] | None = None, seconds: float
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"cannot open storage {hide(url)!r}: {error}") from error
     if isinstance(filesystem, LocalFileSystem):
-        return LocalStorage(root, seconds=seconds)
+        return LocalStorage(root, seconds=seconds, moved=moved)
     secrets = [value for name, value in (options or {}).items() if SECRET.search(name) and len(value) > 3]
-    return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets)
+    return FsspecStorage(filesystem, root, url=hide(url), seconds=seconds, secrets=secrets, moved=moved)
 
 
 def _set_up_s3(arguments: dict[str, Any], seconds: float) -> None:
@@ -101,15 +109,25 @@ def abort_old_uploads(storage: Storage, seconds: float = 24 * 3600) -> None:
 
 
 class FsspecStorage:
-    """Objects below ``root`` of an fsspec filesystem."""
+    """Objects below ``root`` of an fsspec filesystem; ``moved`` as in ``open_storage``."""
 
     takes_memory = False
 
-    def __init__(self, filesystem: Any, root: str, *, url: str, seconds: float, secrets: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        filesystem: Any,
+        root: str,
+        *,
+        url: str,
+        seconds: float,
+        secrets: Sequence[str] = (),
+        moved: Callable[[], None] = lambda: None,
+    ) -> None:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._seconds = seconds
         self._secrets = tuple(secrets)
+        self._moved = moved
         self._is_s3 = isinstance(filesystem, AsyncFileSystem) and "s3" in filesystem.protocol
         self.url = url if url.endswith("://") else url.rstrip("/")
         self._leftovers = Leftovers(filesystem, self.url, self._secrets)
@@ -188,7 +206,7 @@ class FsspecStorage:
         with contextlib.ExitStack() as stack:
             with mapped(what):
                 spool = stack.enter_context(tempfile.NamedTemporaryFile(prefix="elastic-runner-"))
-            stream = DigestWriter(cast(BinaryIO, WriteAll(spool.fileno())), what)
+            stream = DigestWriter(cast(BinaryIO, WriteAll(spool.fileno())), what, self._moved)
             with stream.honest():
                 yield stream
             self.put_file(path, Path(spool.name))
@@ -223,7 +241,7 @@ class FsspecStorage:
             self._retried(
                 f"copy to {tempfile.gettempdir()}:",
                 path,
-                lambda call, at: call("get_file", at, str(target), callback=Progress(deadline)),
+                lambda call, at: call("get_file", at, str(target), callback=Progress(deadline, self._moved)),
                 deadline,
             )
             yield target
@@ -305,7 +323,7 @@ class FsspecStorage:
         def attempt(call: Call, at: str) -> None:
             self._leftovers.clear(call)
             try:
-                send(call, at, Progress(deadline))
+                send(call, at, Progress(deadline, self._moved))
             except BaseException:
                 if in_parts:
                     self._leftovers.add(at)
@@ -345,10 +363,12 @@ class FsspecStorage:
             calls.append(Call(self._fs))
             return action(calls[-1], self._at(path))
 
-        return retried(
+        done = retried(
             attempt,
             f"{verb} {self._name(path)}",
             deadline or Deadline(self._seconds),
             self._secrets,
             give_up=lambda: bool(calls) and calls[-1].give_up(),
         )
+        self._moved()
+        return done

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from elastic_runner.errors import ExitCode
-from elastic_runner.heartbeat import Heart
+from elastic_runner.heartbeat import MOVING, Heart, Moved, counts_from
 from elastic_runner.worker.limits import Learned
 
 _PRINTING = 5.0
@@ -58,7 +58,7 @@ class PhaseWatch:
     """Watches the innermost phase. ``limits``: seconds by phase name; ``where`` describes this process in messages.
 
     ``learned``: what is known of the durations of phases that repeat. ``heart``: where the agent looks. ``took``: told
-    the seconds of each phase that is left, without those of phases inside it.
+    the seconds of each phase that is left, without those of phases inside it. ``moved``: when bytes last moved.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class PhaseWatch:
         learned: Mapping[str, Learned] | None = None,
         heart: Heart | None = None,
         took: Callable[[str, float], None] = lambda name, seconds: None,
+        moved: Moved | None = None,
     ) -> None:
         self._limits = limits
         self._where = where
@@ -77,6 +78,8 @@ class PhaseWatch:
         self._learned = learned or {}
         self._heart = heart
         self._took = took
+        self.moved = moved or Moved()
+        """To be called as bytes of a checkpoint move."""
         self._margin = AFTER_AGENT if heart is not None else 0.0
         self._stack: list[_Clock] = []
         self._failed: str | None = None
@@ -100,7 +103,7 @@ class PhaseWatch:
         with self._changed:
             self._failed = None
             self._stack.append(_Clock(name, entered, allowed, allowed < limit))
-            self._moved(entered)
+            self._tell(entered)
         try:
             yield
         except BaseException:
@@ -117,7 +120,7 @@ class PhaseWatch:
                 if self._stack:
                     outer = self._stack[-1]
                     self._stack[-1] = outer._replace(since=outer.since + left - entered)
-                self._moved(left)
+                self._tell(left)
 
     def progress(self) -> None:
         """Say that the program has come on within its phase: who is behind can be told. The clock runs on."""
@@ -126,7 +129,7 @@ class PhaseWatch:
         with self._changed:
             if self._stack:
                 self._stack[-1] = self._stack[-1]._replace(progress=self._stack[-1].progress + 1)
-                self._moved(time.monotonic())
+                self._tell(time.monotonic())
 
     def believe_no_more(self) -> None:
         """Go by the given limits alone."""
@@ -138,7 +141,7 @@ class PhaseWatch:
             self._closed = True
             self._changed.notify()
 
-    def _moved(self, now: float) -> None:
+    def _tell(self, now: float) -> None:
         """Tell those who watch. The thread is woken only if it would come too late: not twice in every step."""
         if self._stack:
             name, since, limit, learned, progress = self._stack[-1]
@@ -169,12 +172,16 @@ class PhaseWatch:
                     return
 
     def _deadline(self) -> float:
-        return self._stack[-1].since + self._stack[-1].limit + self._margin if self._stack else math.inf
+        if not self._stack:
+            return math.inf
+        clock = self._stack[-1]
+        return counts_from(clock.name, clock.since, self.moved.at) + clock.limit + self._margin
 
     def _reason(self) -> str:
         clock = self._stack[-1]
         why = "learned: timeouts.learned_factor, learned_floor" if clock.learned else f"timeouts.{clock.name}"
+        still = " without a byte moving" if clock.name in MOVING else ""
         return (
-            f"elastic_runner: {self._where()}: phase '{clock.name}' took longer than {clock.limit:g} s ({why}); "
+            f"elastic_runner: {self._where()}: phase '{clock.name}' took longer than {clock.limit:g} s{still} ({why}); "
             f"leaving, to be restarted. Stacks of this process:"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from elastic_runner.worker.process_group import connect, start_groups
 
 
 def join(
-    environment: Environment, device: torch.device, timeouts: TimeoutConfig
+    environment: Environment, device: torch.device, timeouts: TimeoutConfig, moved: Callable[[], None]
 ) -> tuple[Coordinator, Coordinator, Coordinator]:
-    """Coordinators of steps, of checkpoints and of what is saved beside training. Raises SetupError."""
+    """Coordinators of steps, of checkpoints and of what is saved beside training. Raises SetupError.
+
+    ``moved``: called as bytes of a checkpoint move.
+    """
     # Less than the phase has, so that it is said who is absent; TCPStore counts whole seconds.
     patience = max(0.9 * timeouts.setup - 1, timeouts.setup / 2)
     steps, checkpoints, background = start_groups(
@@ -28,7 +31,13 @@ def join(
         step=max(timeouts.step, timeouts.first_step, timeouts.evaluate, timeouts.on_main),
         checkpoint=max(timeouts.save, timeouts.load),
     )
-    return Coordinator(steps), Coordinator(checkpoints), Coordinator(background)
+    # Often enough for who waits, and seldom.
+    every = min(timeouts.save, timeouts.load) / 4
+    return (
+        Coordinator(steps),
+        Coordinator(checkpoints, moved=moved, every=every),
+        Coordinator(background, moved=moved, every=every),
+    )
 
 
 def leave(coordinators: Iterable[Coordinator]) -> None:

@@ -144,7 +144,7 @@ class Worker:
                 check_strategy(config, world_size=env.world_size, device=self.device)
                 check_trackers(config.tracking.trackers)
                 try:
-                    self._coordinators = join(env, self.device, config.timeouts)
+                    self._coordinators = join(env, self.device, config.timeouts, self._watch.moved)
                 finally:
                     # init_process_group wraps it, holding back what it prints until it returns, which it does not.
                     sys.excepthook = hook

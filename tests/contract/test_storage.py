@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from elastic_runner.errors import AlreadyExists, NotFound
-from elastic_runner.storage import Storage, open_storage
+from elastic_runner.storage import LocalStorage, Storage, open_storage
 from elastic_runner.storage.protocol import digest_of
 from tests.support.s3 import S3
 
@@ -64,6 +65,33 @@ def test_empty_file(storage: Storage) -> None:
 def test_read_range(storage: Storage, offset: int, length: int, found: bytes) -> None:
     storage.put("a", b"0123456789")
     assert storage.read_range("a", offset, length) == found
+
+
+def test_it_tells_of_bytes_that_move(place: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """Case c17: also of the pieces of a file, where it sees them, and not of what fails."""
+    told: list[None] = []
+    storage = open_storage(*place, seconds=60, moved=lambda: told.append(None))
+
+    def told_of(action: Callable[[], object]) -> int:
+        told.clear()
+        action()
+        return len(told)
+
+    def write() -> None:
+        with storage.writer("written") as stream:
+            stream.write(bytes(17 << 20))
+
+    def fail() -> None:
+        with pytest.raises(NotFound):
+            storage.read("absent")
+
+    (tmp_path / "local").write_bytes(bytes(17 << 20))
+    in_pieces = isinstance(storage, LocalStorage)
+    assert told_of(write) >= 3
+    assert told_of(lambda: storage.put_file("put", tmp_path / "local")) >= (1 if in_pieces else 2)
+    assert told_of(lambda: storage.read_into("written", memoryview(bytearray(17 << 20)))) >= (3 if in_pieces else 1)
+    assert told_of(lambda: storage.put("small", b"x")) >= 1
+    assert told_of(fail) == 0
 
 
 def test_missing_file(storage: Storage) -> None:

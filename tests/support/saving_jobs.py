@@ -97,7 +97,8 @@ class Saving:
             optimizer = torch.optim.SGD(model.parameters(), lr=1)
             data = er.ElasticLoader(Ones(), config.data, self.worker)
             self.state = er.TrainState(model=model, optimizer=optimizer, data=data)
-            inner = checkpoint_storage(config.checkpoint, run_url=self.run_dir, run_options={}, seconds=60)
+            moved = self.worker.checkpoint_coordinator.moved
+            inner = checkpoint_storage(config.checkpoint, run_url=self.run_dir, run_options={}, seconds=60, moved=moved)
             self.storage = SomeFail(inner, self.failing)
             self._watch_what_is_said()
             checkpointer = er.Checkpointer(config.checkpoint, self.state, self.worker, storage=self.storage)  # type: ignore[arg-type]

@@ -137,6 +137,42 @@ def test_a_dead_peer_is_noticed_within_seconds() -> None:
     assert caught.value.errors == {0: "died with exit code 0", 1: "died with exit code 9"}
 
 
+def at_work(signs: Path, elsewhere: bool) -> Any:
+    """Rank 0 works until rank 1 has written ``signs``: when it was told so three times, or when it has met an error."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    told: list[None] = []
+
+    def moved() -> None:
+        told.append(None)
+        if len(told) == 3:
+            signs.touch()
+
+    def work() -> str:
+        end = time.monotonic() + 20
+        while not signs.exists():
+            assert time.monotonic() < end, "nobody was told"
+            time.sleep(0.01)
+        return "done"
+
+    c = Coordinator(dist.group.WORLD, moved=moved, every=0.05)
+    if elsewhere:
+        name, _, _ = raised(lambda: c.once("save", work) if c.rank == 0 else c.gather("step 4", None))
+        signs.touch()
+        return name
+    once = c.once("save", work)
+    signs.unlink() if c.rank == 0 else None
+    told.clear()
+    error, _, _ = raised(lambda: c.agree("fails", lambda: work() and 1 / 0 if c.rank == 0 else "quick"))
+    return once, c.gather("and after", c.rank), len(told) >= 3, error
+
+
+def test_who_waits_is_told_that_another_is_at_work(tmp_path: Path) -> None:
+    """c17: within the exchange, so that it need not be taken for stuck. c15: nor does it wait in the wrong one."""
+    waiting = [("done", [0, 1], rank == 1, "ZeroDivisionError") for rank in range(2)]
+    assert run_ranks(at_work, 2, tmp_path / "signs", False, timeout=60) == waiting
+    assert run_ranks(at_work, 2, tmp_path / "others", True, timeout=60) == [LoopError.__name__] * 2
+
+
 def peer_sleeps(gone: Path) -> Any:
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     c = Coordinator(dist.group.WORLD)

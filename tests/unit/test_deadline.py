@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic_runner import heartbeat
 from elastic_runner.config import TimeoutConfig
 from elastic_runner.environment import Environment
-from elastic_runner.heartbeat import SIZE, Heart, Lane, read
+from elastic_runner.heartbeat import SIZE, Heart, Lane, Moved, moved_at, read
 from elastic_runner.worker import deadline
 from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import PhaseWatch
@@ -81,6 +82,27 @@ def test_outer_clock_stands_still_during_an_inner_phase() -> None:
         assert expiry.came.wait(10), "the outer clock did not go on"
     assert time.monotonic() - entered > 0.15
     assert "phase 'step'" in expiry.messages[0]
+
+
+@pytest.mark.parametrize(("phase", "put_off"), [("save", 40), ("load", 40), ("step", 0)])
+def test_bytes_that_move_put_off_the_end_of_a_save_and_of_a_load(
+    phase: str, put_off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c17: whichever thread moves them; without an agent this is the only limit."""
+    now = [time.monotonic()]
+    for module in (deadline, heartbeat):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    moved, expiry = Moved(), Expiry()
+    watched = PhaseWatch({phase: 60}, lambda: "rank 3", expiry, moved=moved)
+    with watched.phase(phase):
+        begun = now[0]
+        now[0] += 40
+        moved()
+        assert watched._deadline() == begun + put_off + 60
+        assert ("without a byte moving" in watched._reason()) == (put_off > 0)
+    with watched.phase(phase):
+        assert watched._deadline() == now[0] + 60, "bytes of an earlier one do not count"
+    watched.close()
 
 
 def test_inner_phase_expires_first() -> None:
@@ -248,7 +270,9 @@ def test_both_lanes_are_written_where_an_agent_gave_memory() -> None:
     course = Course(attempt=1, state=SimpleNamespace(step=7))  # type: ignore[arg-type]
     training, saving = watches(TimeoutConfig(), place, training=str, saving=str, course=course)
     with training.phase("step"), saving.phase("save"):
+        training.moved()
         page = os.pread(handle, SIZE, 0)
+    assert moved_at(bytearray(page)) == saving.moved.at > 0
     beats = [read(bytearray(page), lane) for lane in Lane]
     assert [(beat.phase, beat.limit, beat.rank, beat.step) for beat in beats if beat] == [
         ("step", TimeoutConfig().step, 5, 7),

@@ -6,13 +6,25 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_runner.heartbeat import SIZE, Beat, Heart, Lane
-from elastic_runner.launch.watchdog import LATE, LOOK_EVERY, STOPPED_PATIENCE, Gap, Sight, Watchdog, awake, judge
+from elastic_runner import heartbeat
+from elastic_runner.heartbeat import MOVING, SIZE, Beat, Heart, Lane, Moved
+from elastic_runner.launch.watchdog import (
+    LATE,
+    LOOK_EVERY,
+    STOPPED_PATIENCE,
+    Gap,
+    Hang,
+    Sight,
+    Watchdog,
+    awake,
+    judge,
+)
 
 
 def beat(rank: int, *, since: float, limit: float = 60, step: int = 41, phase: str = "step", progress: int = 0) -> Beat:
@@ -57,7 +69,10 @@ def test_past_its_limit_in_either_lane() -> None:
     idle = beat(0, since=0, limit=0, phase="")
     hang = judge([sight(0, idle, saving=beat(0, since=2, limit=30, phase="save"))], 33)
     assert hang is not None and (hang.rank, hang.phase, hang.seconds) == (0, "save", 31)
-    assert "save beside training" in hang.reason
+    assert hang.reason == (
+        "rank 0: the save beside training has gone on for 31.0 s, no byte has moved for 31.0 s, "
+        "30 s are allowed (timeouts.save)"
+    )
 
 
 def test_a_learned_limit_says_what_to_change() -> None:
@@ -109,8 +124,38 @@ def test_a_late_save_names_its_phase_and_rank_and_those_that_wait_for_it() -> No
     writing = beat(0, since=10, limit=1800, phase="save", progress=0)
     hang = judge([sight(0, writing), sight(1, beat(1, since=12, limit=1800, phase="save", progress=1))], 1811)
     assert hang is not None and (hang.rank, hang.phase) == (0, "save")
-    said = "rank 0 has been in phase save after step 41 for 1801.0 s, 1800 s are allowed (timeouts.save)"
-    assert hang.reason == f"{said}; rank 1 has waited for 1799.0 s"
+    assert hang.reason == (
+        "rank 0 has been in phase save after step 41 for 1801.0 s, no byte has moved for 1801.0 s, "
+        "1800 s are allowed (timeouts.save); rank 1 has waited for 1799.0 s"
+    )
+
+
+@pytest.mark.parametrize("phase", sorted(MOVING))
+def test_while_bytes_move_a_save_and_a_load_may_take_their_time(phase: str) -> None:
+    """Case c17. Who stands still is named, although it came later than those that go on or wait."""
+    moves, stands = beat(0, since=0, limit=1800, phase=phase), beat(1, since=5, limit=1800, phase=phase)
+
+    def verdict(now: float) -> Hang | None:
+        return judge([replace(sight(0, moves), moved=7000.0), replace(sight(1, stands), moved=5400.0)], now)
+
+    assert verdict(7200) is None
+    hang = verdict(7201)
+    assert hang is not None and (hang.rank, hang.phase) == (1, phase)
+    assert f"in phase {phase} after step 41 for 7196.0 s, no byte has moved for 1801.0 s" in hang.reason
+
+
+def test_a_save_beside_training_is_judged_by_its_bytes_and_a_step_is_not() -> None:
+    """Case c17."""
+    saving = beat(0, since=0, limit=1800, phase="save")
+
+    def verdict(now: float, *, since: float) -> Hang | None:
+        return judge([replace(sight(0, beat(0, since=since, limit=60), saving=saving), moved=7000.0)], now)
+
+    assert verdict(8800, since=8790) is None
+    late = verdict(8801, since=8790)
+    assert late is not None and late.phase == "save"
+    slow = verdict(7001, since=6940)
+    assert slow is not None and slow.phase == "step" and "byte" not in slow.reason
 
 
 def test_at_the_same_point_it_is_not_said_who_waits() -> None:
@@ -196,6 +241,19 @@ def test_the_next_look_comes_when_something_may_be_over(node: Node) -> None:
     assert node.dog.wait_s(61.2) == pytest.approx(0.1)
 
 
+def test_it_sees_bytes_move_from_outside(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case c17."""
+    node.dog.begin({0: 100, 1: 101})
+    for rank, now in enumerate((60.0, 50.0)):
+        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        node.heart(rank, 100 + rank).beat("load", since=float(rank), limit=60)
+        Moved(node.pages[rank])()
+    assert node.dog.look(109.8) is None
+    assert node.dog.wait_s(109.8) == pytest.approx(0.2)
+    hang = node.dog.look(110.1)
+    assert hang is not None and (hang.rank, hang.phase) == (1, "load")
+
+
 def test_a_debugger_and_a_short_stop_are_no_hang(node: Node) -> None:
     node.dog.begin({0: 100})
     for tenth in range(100):
@@ -269,7 +327,7 @@ def test_it_says_of_each_worker_what_it_saw(node: Node) -> None:
     node.dog.look(6.5)
     assert node.dog.describe() == [
         "local rank 0, rank 0, pid 100; in phase step after step 41, 1.5 s of at most 60; "
-        "saving for 2.5 s of at most 1800",
+        "saving for 2.5 s, no byte has moved for 2.5 s of at most 1800",
         "local rank 1, pid 101; no sign of life yet; stopped for 0.5 s",
     ]
     assert node.dog.steps() == {0: 41}
