@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 
@@ -91,9 +92,21 @@ def write_end(storage: Storage, end: End) -> None:
 
 def read_ends(storage: Storage, most: int = _RECENT) -> list[End]:
     """The latest ends on record, oldest first; torn ones are left out."""
+    return list(_newest_first(storage, most))[::-1]
+
+
+def read_ends_since_saved(storage: Storage) -> list[End]:
+    """The same from the last attempt on that has saved something, however many: no budget looks further back."""
+    ends = []
+    for end in _newest_first(storage):
+        ends.append(end)
+        if end.saved is not None:
+            break
+    return ends[::-1]
+
+
+def _newest_first(storage: Storage, most: int | None = None) -> Iterator[End]:
     numbers = sorted(n for name in storage.list(paths.ATTEMPTS) if (n := paths.ended_attempt(name)) is not None)
-    found = []
-    for number in numbers[-most:]:
+    for number in numbers[::-1][:most]:
         with suppress(NotFound, ValueError, TypeError):
-            found.append(decode(storage.read(paths.attempt_end(number))))
-    return found
+            yield decode(storage.read(paths.attempt_end(number)))

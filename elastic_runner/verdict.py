@@ -82,6 +82,12 @@ def decode(text: str) -> Verdict | None:
     return None
 
 
+def in_words(text: str) -> str:
+    """For people: the message of a verdict that ``encode`` made; any other text as it is."""
+    given = decode(text)
+    return text if given is None else given.message
+
+
 def clear(directory: str) -> None:
     """Before the next attempt."""
     with suppress(FileNotFoundError):

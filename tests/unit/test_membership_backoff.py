@@ -170,6 +170,14 @@ def test_another_host_takes_whom_it_has_if_no_survivor_comes() -> None:
     assert formed(play.wait(0.5)) == [("a", "c")]
 
 
+def test_a_world_of_fixed_size_needs_everybody_and_holds_nobody() -> None:
+    """A last call would be waited for in vain, and people be told of a wait that is none."""
+    play = Play(replace(RULES, min_nodes=2, max_nodes=2))
+    play.apply(Join(node="a", rank=0, nodes=2, losses=unpack([("c", 2, 30.0)], play.now)))
+    actions = play.join("c")
+    assert (formed(actions), holds(actions)) == ([("a", "c")], [])
+
+
 def test_a_host_learns_from_members_that_come_late_and_puts_nobody_out() -> None:
     """Whoever was lost before had time to make a world of its own."""
     play = world("c", rules=ONE)

@@ -33,10 +33,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from elastic_runner import paths
+from elastic_runner import paths, verdict
 from elastic_runner.errors import ConfigError, StorageError
 from elastic_runner.launch.rendezvous import election
 from elastic_runner.launch.rendezvous.epochs import Epochs, Record
+from elastic_runner.launch.rendezvous.failures import newest
 from elastic_runner.launch.rendezvous.host import Host
 from elastic_runner.launch.rendezvous.member import Closed, EpochLost, Finished, Member, NoWorld, Place, enter
 from elastic_runner.launch.rendezvous.membership import Rules
@@ -58,7 +59,7 @@ class JobEnded(RendezvousClosedError):
     """Another node has ended the job; ``reason``: what it said."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the job has ended: {reason}")
+        super().__init__(f"the job has ended: {verdict.in_words(reason)}")
         self.reason = reason
 
 
@@ -129,8 +130,9 @@ class ElasticRendezvous(RendezvousHandler):
             if self._member is None:
                 self._member = self._enter(end)
                 self._epoch = self._member.epoch
-                for attempt, how in self._failures.items():
-                    self._member.tell_failure(attempt, how)
+                for attempt, how in newest(self._failures).items():
+                    if attempt not in self._member.known:
+                        self._member.tell_failure(attempt, how)
                 if self._told is not None:
                     self._member.tell(self._told)
             if self._gone:  # meanwhile, by another thread
@@ -153,8 +155,8 @@ class ElasticRendezvous(RendezvousHandler):
                 ) from error
 
     def _say_why(self) -> None:
-        """A line for people on why the round before is over, unless this node's own workers have ended."""
-        if self._member is not None and self._member.over is not None:
+        """A line for people on why the round before is over, unless this node's own workers have ended, or the job."""
+        if self._member is not None and self._member.over is not None and self._member.closed is None:
             log.warning("rendezvous: %s; waiting for a place in the next round", self._member.over)
 
     def num_nodes_waiting(self) -> int:
@@ -171,7 +173,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     @property
     def over(self) -> str | None:
-        """Why the present round is over; None while it is not."""
+        """Why the present round is over, for people; None while it is not."""
         return None if self._member is None else self._member.over
 
     @property
@@ -197,11 +199,13 @@ class ElasticRendezvous(RendezvousHandler):
         """End the job for all nodes."""
         self.end_job(f"{self.node} has ended it")
 
-    def end_job(self, reason: str) -> None:
-        """End the job for all nodes, and tell them why."""
+    def end_job(self, reason: str) -> str:
+        """End the job for all nodes, and tell them why; returns what they are told, which another node may have said
+        first."""
         if not self._closed and self._member is not None:
-            self._member.end_job(reason)
+            reason = self._member.end_job(reason)
         self._closed = True
+        return reason
 
     def get_run_id(self) -> str:
         """The job's name."""
@@ -272,9 +276,7 @@ class ElasticRendezvous(RendezvousHandler):
         return record, election.look(view, time.monotonic(), epoch=epoch, ended=ended, beat=beat)
 
     def _open(self, epoch: int, former: Record | None) -> None:
-        # Who opens the next epoch after its own was not lost: its peers were.
-        others = former is not None and former.node not in ("", self.node)
-        deposed = former.node if former is not None and others and self._epochs.lost(former.epoch) else None
+        deposed = self._deposed(former)
         listener = listen()
         port = int(listener.getsockname()[1])
         record = Record(epoch=epoch, node=self.node, addresses=self._addresses, port=port, token=uuid.uuid4().hex)
@@ -287,9 +289,17 @@ class ElasticRendezvous(RendezvousHandler):
         self._host = Host(self._epochs, record, listener, self._rules, self._settings, deposed)
         self._epochs.forget(epoch)
 
+    def _deposed(self, former: Record | None) -> str | None:
+        """The former epoch's host, if it was lost. Who opens the next one after its own was not: its peers were."""
+        if former is None or former.node in ("", self.node) or not self._epochs.lost(former.epoch):
+            return None
+        return former.node
+
     def _leave_epoch(self) -> None:
         if self._member is not None:
             self._failures |= self._member.failures
+            if self._place is not None and self._member.host_left:
+                self._place = replace(self._place, left=True)
             self._member.close()
             self._member = None
         now = time.monotonic()

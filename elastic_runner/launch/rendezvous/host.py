@@ -16,15 +16,13 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch.distributed as dist
 
 from elastic_runner.errors import StorageError
 from elastic_runner.launch.rendezvous import backoff, membership
 from elastic_runner.launch.rendezvous.backoff import Losses
 from elastic_runner.launch.rendezvous.board import Board
 from elastic_runner.launch.rendezvous.epochs import Epochs, Record
+from elastic_runner.launch.rendezvous.failures import newest
 from elastic_runner.launch.rendezvous.membership import (
     Action,
     Alive,
@@ -41,7 +39,8 @@ from elastic_runner.launch.rendezvous.membership import (
     Tick,
 )
 from elastic_runner.launch.rendezvous.settings import Settings
-from elastic_runner.launch.rendezvous.wire import Lines, Message, encode, listen, quick
+from elastic_runner.launch.rendezvous.wire import NONSENSE, Lines, Message, encode, listen, quick
+from elastic_runner.launch.rendezvous.worker_store import WorkerStore
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ _ENDING = 2.0
 """Seconds for a thread that was told to end; one that waits for the storage does not hear of it."""
 _LEAVING = 5.0
 """Seconds that the host waits, when the job is done, for the others to go before it goes itself."""
-_MAKING = 20.0
-"""Seconds for a store that is being made when the host ends."""
 _UNSENT = 4 << 20
 """Bytes waiting for a node that does not read them, at which it counts as gone."""
 _CHUNK = 1 << 16
@@ -66,33 +63,6 @@ class _Peer:
     """Who it is, once it has said so."""
     lines: Lines = field(default_factory=Lines)
     unsent: bytearray = field(default_factory=bytearray)
-
-
-class _WorkerStore:
-    """A round's TCPStore. Made in a thread: torch looks names up for its log, for seconds where no name server answers.
-
-    Whoever connects meanwhile waits in the queue of the listening socket.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._port = int(listener.getsockname()[1])
-        self._listener = listener.detach()
-        self._store: dist.TCPStore | None = None
-        self._thread = threading.Thread(target=self._make, name="rendezvous host makes a store", daemon=True)
-        self._thread.start()
-
-    def _make(self) -> None:
-        try:
-            self._store = dist.TCPStore(
-                "localhost", self._port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener
-            )
-        except RuntimeError:
-            log.exception("rendezvous: the store for the workers could not be made")
-
-    def close(self) -> None:
-        """A thread that is inside torch when the interpreter ends would abort the process."""
-        self._thread.join(_MAKING)
-        self._store = None
 
 
 class Host:
@@ -124,9 +94,9 @@ class Host:
         self._peers: dict[str, _Peer] = {}
         self._closed: str | None = None
         self._attempts = 0
-        self._failures: dict[int, Message] = {}
-        """How attempts have ended, by their numbers."""
-        self._worker_stores: list[_WorkerStore] = []
+        self._failures: dict[int, str] = {}
+        """How the newest attempts have ended, by their numbers."""
+        self._worker_stores: list[WorkerStore] = []
         self._ending: str | None = None
         self._over = threading.Event()
         self._empty = threading.Event()
@@ -169,7 +139,7 @@ class Host:
             log.exception("rendezvous: the host of epoch %d failed", self._record.epoch)
             self._end("its host has failed")
         self._over.set()
-        self._tell(list(self._peers), {"end": self._ending})
+        self._tell(list(self._peers), {"end": self._ending, "lost": self._ending != _LEFT})
         for selected in list(self._selector.get_map().values()):
             selected.fileobj.close()  # type: ignore[union-attr]
         self._waker.close()
@@ -205,7 +175,7 @@ class Host:
                 continue
             try:
                 self._take(peer, message)
-            except (ValueError, TypeError, KeyError):
+            except NONSENSE:
                 self._drop(peer, "sent nonsense")
 
     def _accept(self) -> None:
@@ -252,8 +222,9 @@ class Host:
             if self._closed is not None:
                 self._tell([node], {"closed": self._closed})
             self._attempts = max(self._attempts, int(message.get("attempt", 0)))
-            losses = self._inherited(message.get("losses", []))
-            self._apply(Join(node=node, rank=message["join"], nodes=int(message["nodes"] or 0), losses=losses))
+            rank = None if message["join"] is None else int(message["join"])
+            losses = self._inherited(node, message)
+            self._apply(Join(node=node, rank=rank, nodes=int(message["nodes"] or 0), losses=losses))
             if node in self._state.waiting and self._state.running:
                 self._tell([node], {"spare": self._state.round})
         elif "leave" in message:
@@ -262,21 +233,33 @@ class Host:
             reason = "is unhealthy" if unhealthy else "has left"
             self._apply(Leave(node=node, done=bool(message["leave"]), lost=lost, reason=reason))
         elif "failed" in message:
-            # Also to whoever said so: another node's word may have been first.
-            self._tell(list(self._peers), self._failures.setdefault(message["failed"], message))
+            self._hear_failure(node, int(message["failed"]), str(message["how"]))
         elif "close" in message:
-            self._closed = str(message["close"])
-            self._tell([other for other in self._peers if other != node], {"closed": self._closed})
-        elif message["round"] == self._state.round:
+            first = self._closed is None
+            if first:
+                self._closed = str(message["close"])
+            self._tell(list(self._peers) if first else [node], {"closed": self._closed})
+        elif message.get("round") == self._state.round:  # what newer versions say besides is passed over
             for asker, answer in self._board.take(node, message):
                 self._tell([asker], answer)
 
-    def _inherited(self, packed: Any) -> Losses:
-        """What a node knows, and how the epoch before has ended, which later rounds of this one tell."""
-        losses = backoff.unpack(packed, time.monotonic())
-        if self._deposed is None or self._state.round > 0:
+    def _inherited(self, node: str, message: Message) -> Losses:
+        """What a node knows, and how the epoch before has ended, which later rounds of this one tell.
+
+        That its host was lost is for those to say who were in a world with it and have not heard it leave.
+        """
+        losses = backoff.unpack(message.get("losses", []), time.monotonic())
+        outlived = message["join"] is not None and node != self._deposed and not message.get("left")
+        if self._deposed is None or self._state.round > 0 or not outlived:
             return losses
         return self._rules.backoff.lose(losses, self._deposed, self._began)
+
+    def _hear_failure(self, node: str, attempt: int, how: str) -> None:
+        """Of each attempt the first word counts; whoever says another one, as all nodes may, is told that one."""
+        first = attempt not in self._failures
+        self._failures = newest({attempt: how, **self._failures})
+        if attempt in self._failures:
+            self._tell(list(self._peers) if first else [node], {"failed": attempt, "how": self._failures[attempt]})
 
     def _counts(self, node: str) -> bool:
         """Whether a loss of this node is for this host to count: its own is for the next one, which counts it once."""
@@ -288,9 +271,8 @@ class Host:
             self._drop(former, "has lost its connection")
         peer.node = node
         self._peers[node] = peer
-        self._tell([node], {"welcome": self._record.epoch})
-        for failure in self._failures.values():
-            self._tell([node], failure)
+        failures: list[Message] = [{"failed": attempt, "how": how} for attempt, how in self._failures.items()]
+        self._tell([node], {"welcome": self._record.epoch, "known": list(self._failures)}, *failures)
 
     def _apply(self, event: Event) -> None:
         before = self._state
@@ -329,7 +311,7 @@ class Host:
     def _form(self, action: Form) -> None:
         listener = listen()
         port = int(listener.getsockname()[1])
-        self._worker_stores = [*self._worker_stores[-1:], _WorkerStore(listener)]
+        self._worker_stores = [*self._worker_stores[-1:], WorkerStore(listener)]
         self._board = Board()
         self._attempts += 1
         place: Message = {"form": action.round, "nodes": len(action.nodes), "port": port, "attempt": self._attempts}
@@ -338,13 +320,13 @@ class Host:
             self._tell([node], {**place, "rank": rank})
         self._tell(self._state.waiting, {"spare": action.round})
 
-    def _tell(self, nodes: Iterable[str], message: Message) -> None:
-        line = encode(message)
+    def _tell(self, nodes: Iterable[str], *messages: Message) -> None:
+        lines = b"".join(encode(message) for message in messages)
         for node in nodes:
             peer = self._peers.get(node)
             if peer is not None:
-                self.sent += 1
-                peer.unsent += line
+                self.sent += len(messages)
+                peer.unsent += lines
                 self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_runner import verdict
 from elastic_runner.launch.rendezvous import backoff
 from elastic_runner.launch.rendezvous.backoff import Losses
 from elastic_runner.launch.rendezvous.epochs import Record
 from elastic_runner.launch.rendezvous.settings import Settings
-from elastic_runner.launch.rendezvous.wire import Lines, Message, encode, quick
+from elastic_runner.launch.rendezvous.wire import NONSENSE, Lines, Message, encode, quick
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Place:
     """How many worlds the job has had, this one included: the same on all nodes, through all epochs."""
     losses: Losses = field(default_factory=dict)
     """What the host knew of nodes that keep being lost, for the next one; times are of this node's clock."""
+    left: bool = False
+    """Whether the host has said since that it leaves, and is not lost."""
 
 
 def enter(record: Record, node: str, settings: Settings, first: int = 0) -> tuple[Member | None, bool]:
@@ -82,7 +85,7 @@ def enter(record: Record, node: str, settings: Settings, first: int = 0) -> tupl
             continue
         try:
             return Member(record, address, connection, node, settings), False
-        except (OSError, ValueError):
+        except (OSError, *NONSENSE):
             connection.close()
             silent = True
     return None, refused and not silent
@@ -91,7 +94,7 @@ def enter(record: Record, node: str, settings: Settings, first: int = 0) -> tupl
 class Member:
     """One node in one epoch, from construction to ``close``. ``address``: where its host answers.
 
-    Raises OSError, ValueError when that host is not the one on record.
+    Raises OSError, or one of NONSENSE, when that host is not the one on record.
     """
 
     def __init__(self, record: Record, address: str, connection: socket.socket, node: str, settings: Settings) -> None:
@@ -110,10 +113,15 @@ class Member:
         self._spare = self._finished = self._left = False
         self._broken: tuple[int, str] = (0, "")
         self._lost: str | None = None
-        self._closed: str | None = None
+        self.closed: str | None = None
+        """Why the job is over, by the first node that said so; None while it is not."""
+        self.host_left = False
+        """Whether the host has said that it leaves, in order."""
         self._told: Callable[[], None] | None = None
         self.failures: dict[int, str] = {}
         """How attempts have ended, by their numbers, as the nodes have said."""
+        self.known: frozenset[int] = frozenset()
+        """Of which attempts the host knew already, and tells."""
         quick(connection)
         self._greet(record, node)
         connection.settimeout(settings.lease)
@@ -122,10 +130,11 @@ class Member:
 
     @property
     def over(self) -> str | None:
-        """Why the present round is over; None while it is not."""
+        """Why the present round is over, for people; None while it is not."""
         number, reason = self._broken
         broken = self._place is not None and number >= self._place.round
-        return self._lost or self._closed or (reason if broken else None)
+        closed = None if self.closed is None else verdict.in_words(self.closed)
+        return self._lost or closed or (reason if broken else None)
 
     @property
     def place(self) -> Place | None:
@@ -150,13 +159,13 @@ class Member:
         start = time.monotonic()
         said: Message = {"join": last and last.rank, "nodes": last and last.nodes}
         if last is not None:
-            said |= {"attempt": last.attempt, "losses": backoff.pack(last.losses, start)}
+            said |= {"attempt": last.attempt, "losses": backoff.pack(last.losses, start), "left": last.left}
         self._say(said)
         word = _FIRST_WORD
         with self._changed:
             while True:
-                if self._closed is not None:
-                    raise Closed(self._closed)
+                if self.closed is not None:
+                    raise Closed(self.closed)
                 if self._finished:
                     raise Finished
                 if self._lost is not None or self._left:
@@ -185,14 +194,17 @@ class Member:
             self._say({"leave": done, "unhealthy": unhealthy})
         self.close()
 
-    def end_job(self, reason: str) -> None:
-        """Tell every node that the job is over."""
-        with suppress(EpochLost):
+    def end_job(self, reason: str) -> str:
+        """Tell every node that the job is over; returns why it is: another node may have said so first."""
+        with suppress(EpochLost, TimeoutError):
             self._say({"close": reason})
+            self._wait(lambda: self.closed is not None or self._lost is not None or self._left, self._settings.lease)
+        return reason if self.closed is None else self.closed
 
     def tell_failure(self, attempt: int, end: str) -> None:
         """Tell every node how an attempt has ended; the first word on it counts."""
-        self.failures.setdefault(attempt, end)
+        with self._changed:
+            self.failures = {attempt: end, **self.failures}
         with suppress(EpochLost):
             self._say({"failed": attempt, "how": end})
 
@@ -244,6 +256,7 @@ class Member:
             messages = self._lines.feed(data)
         if messages[0].get("welcome") != record.epoch:
             raise ValueError("not the host on record")
+        self.known = frozenset(messages[0].get("known", []))
         for message in messages[1:]:
             self._take(message)
 
@@ -282,8 +295,10 @@ class Member:
             for message in self._lines.feed(data):
                 self._take(message)
             self._tell_if_over()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._lose(f"the connection to its host is broken ({error})")
+        except NONSENSE as error:
+            self._lose(f"its host has sent nonsense ({error!r})")
         else:
             if not data:
                 self._lose("its host is gone")
@@ -310,15 +325,16 @@ class Member:
             elif "spare" in message:
                 self._spare = True
             elif "break" in message:
-                self._broken = (message["break"], message["reason"])
+                self._broken = (int(message["break"]), str(message["reason"]))
             elif "failed" in message:
-                self.failures[message["failed"]] = message["how"]
+                self.failures = {**self.failures, int(message["failed"]): str(message["how"])}
             elif "closed" in message:
-                self._closed = message["closed"]
+                self.closed = str(message["closed"])
             elif "finished" in message:
                 self._finished = True
             elif "end" in message:
-                self._lost = self._lost or message["end"]
+                self._lost = self._lost or str(message["end"])
+                self.host_left = message.get("lost") is False
             self._changed.notify_all()
 
     def _lose(self, reason: str) -> None:

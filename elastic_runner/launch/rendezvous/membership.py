@@ -170,7 +170,7 @@ def transition(state: Membership, event: Event, now: float, rules: Rules) -> tup
     state = _lapse(state, now, rules, actions)
     if any(isinstance(action, Resign) for action in actions):
         return state, actions
-    held = _held(state, now)
+    held = _held(state, now, rules)
     state = _admit(state, held, now, rules, actions)
     state = _form(state, held, now, rules, actions)
     return _hold(state, held, now, actions), actions
@@ -209,8 +209,10 @@ def _admit(state: Membership, held: Mapping[str, float], now: float, rules: Rule
     return state
 
 
-def _held(state: Membership, now: float) -> dict[str, float]:
+def _held(state: Membership, now: float, rules: Rules) -> dict[str, float]:
     """Who has to wait, with the end of that: who was lost, and new agents of its machine; not another that is left."""
+    if rules.min_nodes == rules.max_nodes:  # all are needed
+        return {}
     waits = {machine: loss for machine, loss in state.losses.items() if loss.until > now}
     held = {}
     for node, (rank, _) in state.waiting.items() if waits else ():

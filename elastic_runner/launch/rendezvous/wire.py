@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 
+NONSENSE = (ValueError, TypeError, LookupError, ArithmeticError)
+"""What comes of a message that is not as it should be, where it is read."""
 _LONGEST = 1 << 20
 """Bytes of a line; whoever sends more is no node of ours."""
 _BACKLOG = 4096
