@@ -1,11 +1,14 @@
 """Keeps PyTorch training going: see README.md.
 
-A public name is imported when it is first used: torch takes seconds, and a launcher has to hear signals before.
+A public name, or a module, is imported when it is first used: torch takes seconds, and a launcher has to hear signals
+before.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from elastic_runner import config as config
+    from elastic_runner import errors as errors
     from elastic_runner.checkpoint.checkpointer import Checkpointer
     from elastic_runner.config import RunConfig, load_config
     from elastic_runner.data.loader import ElasticLoader
@@ -31,11 +34,17 @@ else:  # hidden from type checkers, to whom any name would be one of ours
     def __getattr__(name: str) -> object:
         from importlib import import_module  # here, so as not to be one of our names
 
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
+        if name in _HOMES:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            return value
+        module = f"{__name__}.{name}"
+        try:
+            if not name.startswith("_"):
+                return import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -72,12 +72,11 @@ def _run(verb: str, arguments: list[str]) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
-    from elastic_runner.launch.early import leave_at_once, leave_when_asked
+    from elastic_runner.launch.early import leave_at_once
 
     leave_at_once()
     from elastic_runner.launch.launcher import launch  # and torch: seconds
 
-    leave_when_asked()
     return launch(arguments)
 
 

@@ -35,6 +35,7 @@ from elastic_runner.environment import flight_recorder
 from elastic_runner.errors import ElasticRunnerError, ExitCode
 from elastic_runner.launch import kernel
 from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, tail
+from elastic_runner.launch.early import stay
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
 from elastic_runner.launch.health import WATCHING, Health
 from elastic_runner.launch.memory import NodeMemory
@@ -154,14 +155,16 @@ class Agent(LocalElasticAgent):
                 if over.cause == "finished":
                     self._plan.health.doing("waiting for the other nodes to finish", within=None)
                     self._exit_barrier()
+                    stay()
                     done = {worker.global_rank: None for worker in self._worker_group.workers}
                     return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
                 self._end(attempt, over)
         except SignalException as notice:
             if attempt is not None:
-                by = str(notice) if isinstance(notice, Noticed) else notice.sigval.name
-                log.warning("%s: the workers are asked to stop and save", by)
-                self._drain(attempt, notice.sigval)
+                self._drain(attempt, notice)
+            raise
+        except Exception:
+            stay()  # why it ends is known, and no signal changes that
             raise
         finally:
             if attempt is not None:
@@ -329,7 +332,7 @@ class Agent(LocalElasticAgent):
             try:
                 storage = open_storage(place.url, place.options)
                 history.write_end(storage, end)
-                return history.read_ends(storage)
+                return history.read_ends_since_saved(storage)
             except ElasticRunnerError as error:
                 log.warning("restarts are counted by what this job's nodes say alone: %s", error)
         return ours
@@ -341,28 +344,40 @@ class Agent(LocalElasticAgent):
         return self._ends
 
     def _no_more(self, given: Verdict) -> EndOfJob:
-        """Tell the other nodes; one that is asked to stop only leaves."""
+        """Tell the other nodes; one that is asked to stop only leaves. No signal changes this verdict any more."""
+        stay()
         for thread in self._uploads:
             thread.join(UPLOAD)
         if isinstance(self._handler, ElasticRendezvous):
             if given.code in (ExitCode.INTERRUPTED, ExitCode.UNHEALTHY_NODE):
                 self._handler.leave(done=False, unhealthy=given.code == ExitCode.UNHEALTHY_NODE)
             else:
-                self._handler.end_job(verdict.encode(given))
+                given = verdict.decode(self._handler.end_job(verdict.encode(given))) or given
         return EndOfJob(given)
 
-    def _drain(self, attempt: _Attempt, number: signal.Signals) -> None:
+    def _drain(self, attempt: _Attempt, notice: SignalException) -> None:
         """Have the workers stop and save, within the grace; a second notice shortens it, the same again ends it."""
+        again: list[signal.Signals] = []
+
+        def hear(number: int) -> None:
+            again.append(signal.Signals(number))
+            os.eventfd_write(self._told, 1)
+
+        stay(hear)
         end = time.monotonic() + self._shutdown_timeout
         self._plan.health.doing("asked to stop: the workers save", within=self._shutdown_timeout + _ENDING)
-        attempt.workers.signal(number)
+        by = str(notice) if isinstance(notice, Noticed) else notice.sigval.name
+        log.warning("%s: the workers are asked to stop and save", by)
+        attempt.workers.signal(notice.sigval)
         while attempt.workers.pids and (left := end - time.monotonic()) > 0:
-            try:
-                attempt.workers.wait((), left)
-            except SignalException as again:
+            attempt.workers.wait([self._told], left)
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._told)
+            while again:
+                number = again.pop(0)
                 end = min(end, time.monotonic() + _HURRY)
-                log.warning("%s: %.0f s are left to save", again.sigval.name, end - time.monotonic())
-                attempt.workers.signal(again.sigval)
+                log.warning("%s: %.0f s are left to save", number.name, end - time.monotonic())
+                attempt.workers.signal(number)
         attempt.workers.kill(_KILLING)
 
 

@@ -107,7 +107,7 @@ def describe(over: Over, end: End | None, seen: Seen) -> str:
         if code and (end is None or seen.ranks[local] != end.rank)
     ]
     followed = f" (then {', '.join(others)})" if others else ""
-    return f"attempt {seen.number} is over{after}: {first}{followed}"
+    return f"attempt {_number(seen)} is over{after}: {first}{followed}"
 
 
 def tail(file: Path, lines: int = 20, most: int = 8192) -> str:
@@ -120,11 +120,16 @@ def tail(file: Path, lines: int = 20, most: int = 8192) -> str:
         return f"(cannot be read: {error.strerror})"
 
 
+def _number(seen: Seen) -> int:
+    """The run's own where it is known, which goes on when the job is started again."""
+    return seen.number if seen.place is None else seen.place.attempt
+
+
 def _end(seen: Seen, *, kind: str, rank: int | None, step: int | None, message: str) -> End:
     place = seen.place
     under_way = None if step is None or step < 0 else step + 1
     return End(
-        attempt=seen.number if place is None else place.attempt,
+        attempt=_number(seen),
         kind=kind,
         step=under_way,
         restored=place.restored if place else None,

@@ -1,7 +1,8 @@
-"""Asked to stop before there are workers, who would have something to save: the launcher only leaves.
+"""What a launcher does when it is asked to stop while it has no workers, who would have something to save.
 
-As the first process of a container it would not even hear of a signal that it has no handler for, and torch's handlers
-are there only once workers are.
+Before there are any it only leaves: as the first process of a container it would not even hear of a signal that it has
+no handler for, and torch's handlers are there only once workers are. When they are gone nothing is raised any more: how
+it ends is known, and a signal can only shorten what is left to do.
 """
 
 from __future__ import annotations
@@ -48,7 +49,20 @@ def leave_when_asked(error: Callable[[int], BaseException] = Stopped) -> None:
     _on_notice(leave)
 
 
-def _on_notice(leave: Callable[[int, FrameType | None], None]) -> None:
-    for number in NOTICES:
-        if signal.getsignal(number) != signal.SIG_IGN:  # such as nohup
-            signal.signal(number, leave)
+def stay(hurry: Callable[[int], object] = lambda number: None) -> None:
+    """From now on, a notice to stop changes nothing in how this process ends; ``hurry`` is told its number."""
+    _on_notice(lambda number, frame: hurry(number))
+
+
+def hear_no_more() -> None:
+    """The same to the very end: Python takes its own handlers away before the process is gone."""
+    _on_notice(signal.SIG_IGN)
+
+
+def _on_notice(do: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """Handle notices, but for those that are ignored, such as by nohup, and whatever else torch or we handle."""
+    for number in signal.valid_signals():
+        present = signal.getsignal(number)
+        handled = (getattr(present, "__module__", None) or "").startswith(("torch.", __name__))
+        if handled or (number in NOTICES and present != signal.SIG_IGN):
+            signal.signal(number, do)

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
-from elastic_runner.launch.early import Stopped
+from elastic_runner.launch.early import stay
 from elastic_runner.launch.processes import dying_with_parent
 
 log = logging.getLogger(__name__)
@@ -37,8 +35,6 @@ def flush(directory: str, files: Sequence[str], seconds: float = FLUSH_SECONDS) 
         said = f"what is in memory is not saved: that took longer than {seconds:g} s"
     except (OSError, subprocess.SubprocessError) as error:
         said = f"what is in memory is not saved: {error}"
-    except (SignalException, Stopped):
-        said = "what is in memory is not saved: asked to stop at once"
     if said:
         log.warning("%s", said)
 
@@ -51,10 +47,20 @@ def _run(directory: str, files: Sequence[str], seconds: float) -> str:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=dying_with_parent(),
     ) as process:  # fmt: skip
+        asked: list[int] = []
+
+        def hurry(number: int) -> None:
+            asked.append(number)
+            process.kill()
+
+        stay(hurry)
         try:
             said, _ = process.communicate(timeout=seconds)
         finally:
             process.kill()
+            stay()
+    if asked and not said:
+        return "what is in memory is not saved: asked to stop at once"
     if process.returncode and not said:
         return f"what is in memory is not saved: the process that was to do so ended with {process.returncode}"
     return said.strip()

@@ -46,8 +46,8 @@ MODULES = (
 
 _ENDING = 5.0
 """Seconds for what was killed to be gone."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Meant for the workers; the agent tells this process by the socket."""
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Meant for the workers; the agent tells this process by the socket, and starts it with these held back."""
 
 
 class _Forked(NamedTuple):
@@ -59,10 +59,13 @@ class _Forked(NamedTuple):
 
 def main(modules: Sequence[str]) -> None:
     """Serve until the socket closes; in a forked worker, run its script instead."""
+    _ignore()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     adopt_orphans()
     for name in modules:
         with suppress(ImportError):  # the worker will say so itself, if it needs it
             importlib.import_module(name)
+    _ignore()  # again: some module may handle them now
     forked = _serve(socket.socket(fileno=0))
     if forked is None:
         signal.set_wakeup_fd(-1)
@@ -75,10 +78,13 @@ def main(modules: Sequence[str]) -> None:
         _become(told)
 
 
+def _ignore() -> None:
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _serve(connection: socket.socket) -> _Forked | None:
     """Answer requests; returns in the child with the request that made it, and in the server when it is over."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -148,7 +154,7 @@ def _execute(request: dict[str, Any]) -> dict[str, Any]:
             files.append((os.POSIX_SPAWN_OPEN, handle, request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
     try:
         pid = os.posix_spawnp(
-            command[0], command, env, file_actions=files, setsid=True, setsigdef=(*_IGNORED, signal.SIGCHLD)
+            command[0], command, env, file_actions=files, setsid=True, setsigdef=(*IGNORED, signal.SIGCHLD)
         )
     except OSError as error:
         return {"failed": f"{command[0]} cannot be started: {error.strerror}"}

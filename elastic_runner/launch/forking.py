@@ -15,14 +15,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, cast
 
 import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from elastic_runner.launch.fork_server import MODULES
+from elastic_runner.launch import kernel
+from elastic_runner.launch.fork_server import IGNORED, MODULES
 from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, reap, signal_all
 
 log = logging.getLogger(__name__)
@@ -31,28 +32,39 @@ _Request: TypeAlias = dict[str, Any]
 
 _ENDING = 10.0
 """Seconds for the server to end all that it has started."""
+_IMPORTING = 600.0
+"""Seconds for its first answer, which comes when it has imported all that workers need."""
+_ANSWERING = 15.0
+"""Seconds for each later one, which takes milliseconds; a server that is stopped, or frozen, gives none."""
 
 
 class _ServerGone(OSError):
-    """It was killed, perhaps a moment ago."""
+    """It was killed, perhaps a moment ago, or does not answer."""
 
 
 class ForkServer:
     """The server as its agent sees it. ``modules``: imported there besides our own list, if it is to ``fork``.
-    ``standby``: whether it makes the next workers ready ahead.
+    ``standby``: whether it makes the next workers ready ahead. ``answering``: seconds for it to answer.
 
-    One that was killed takes its workers with it; the next worker is made by a new one.
+    One that was killed takes its workers with it; the next worker is made by a new one. So it is with one that does not
+    answer, which is left alone until then: its workers train.
     """
 
-    def __init__(self, modules: Sequence[str] = (), *, fork: bool = True, standby: bool = False) -> None:
+    def __init__(
+        self, modules: Sequence[str] = (), *, fork: bool = True, standby: bool = False, answering: float = _ANSWERING
+    ) -> None:
         adopt_orphans()  # what the server has not ended, should it be killed
         self._others = children(os.getpid())
         self._modules = (*MODULES, *modules) if fork else ()
         self._fork = fork
         self._standby = standby
+        self._answering = answering
         self._requests: dict[int, _Request] = {}
         self._told = False
-        self._server = _Server(self._modules, self._others)
+        self._server = self._start()
+
+    def _start(self) -> _Server:
+        return _Server(self._modules, self._others, self._answering)
 
     def spawn(
         self, command: Sequence[str], env: Mapping[str, str], *, local_rank: int = 0, stdout: str = "", stderr: str = ""
@@ -66,7 +78,7 @@ class ForkServer:
             process, unsafe = self._server.spawn(request, local_rank)
         except _ServerGone:
             self._server.close()
-            self._server = _Server(self._modules, self._others)
+            self._server = self._start()
             process, unsafe = self._server.spawn(request, local_rank)
         if unsafe and not self._told:
             log.warning("workers are started by exec, which takes seconds: %s", unsafe)
@@ -76,7 +88,7 @@ class ForkServer:
     def prepare(self, local_ranks: Iterable[int]) -> None:
         """Make the next workers of these ranks ready, for the device that they have now, where that is asked for."""
         if self._standby:
-            with suppress(_ServerGone):  # and with it the workers: there will be others
+            with suppress(_ServerGone):  # the next workers are another one's
                 self._server.prepare({rank: self._requests[rank] for rank in local_ranks})
 
     def sweep(self) -> None:
@@ -97,17 +109,24 @@ class ForkServer:
 class _Server:
     """One process of it. ``others``: children of this process that are none of its business."""
 
-    def __init__(self, modules: Sequence[str], others: Sequence[int]) -> None:
+    def __init__(self, modules: Sequence[str], others: Sequence[int], answering: float = _ANSWERING) -> None:
         ours, its = socket.socketpair()
         command = [sys.executable, "-m", "elastic_runner.launch.fork_server", *modules]
         # A math library that made its threads when it was imported could not be forked.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        with its:
-            self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
+        # It inherits what is held back, and so hears nothing before it can ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            with its:
+                self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid
         self.standbys: dict[int, int] = {}
         """Process ids by local rank."""
         self._others = others
+        self._patience, self._answering = _IMPORTING, answering
+        self._silent = False
         self._closing = False
         self._connection = ours
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -125,7 +144,7 @@ class _Server:
             raise OSError(answer["failed"])
         if standby and answer["pid"] != standby:
             log.warning("local rank %d: its standby worker was not ready, another one is forked", local_rank)
-        process = ForkedProcess(answer["pid"])
+        process = ForkedProcess(answer["pid"], answering=self._answering, unheard=self._unheard)
         with self._lock:
             self._processes[process.pid] = process
             if process.pid in self._early:
@@ -137,14 +156,24 @@ class _Server:
         asked = {rank: request | {"ahead": True, "standby": 0} for rank, request in requests.items()}
         answers = {rank: self._ask(request) for rank, request in asked.items()}
         self.standbys = {rank: answer["pid"] for rank, answer in answers.items() if "pid" in answer}
+        for reason in {answer["failed"] for answer in answers.values() if "failed" in answer}:
+            log.warning("not every worker has a standby: %s", reason)
         log.info("standby workers by local rank: %s", self.standbys)
 
     def _ask(self, request: _Request) -> dict[str, Any]:
+        if self._silent:  # a late answer would be taken for another one
+            raise _ServerGone("the fork server does not answer")
         try:
             self._connection.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise _ServerGone("the fork server has ended") from error
-        answer = self._answers.get()
+        try:
+            answer = self._answers.get(timeout=self._patience)
+        except queue.Empty:
+            self._silent = True
+            log.error("the fork server has not answered for %g s; the next workers get another one", self._patience)
+            raise _ServerGone("the fork server does not answer") from None
+        self._patience = self._answering
         if "gone" in answer:
             raise _ServerGone("the fork server has ended")
         return answer
@@ -155,12 +184,18 @@ class _Server:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(_ENDING)
+            self._process.wait(0 if self._silent else _ENDING)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            end_descendants(_ENDING, spared=self._others)
         self._thread.join(2 * _ENDING)
         self._connection.close()
+
+    def _unheard(self, pid: int) -> None:
+        """The end of a worker has not been told: a server that cannot do that is of no use."""
+        log.error("the fork server has not told how its worker %d has ended; it is ended, too", pid)
+        self._process.kill()
 
     def _listen(self) -> None:
         """Thread: what the server says."""
@@ -189,10 +224,15 @@ class _Server:
 
 
 class ForkedProcess:
-    """The part of subprocess.Popen that torch's agent uses."""
+    """The part of subprocess.Popen that torch's agent uses.
 
-    def __init__(self, pid: int) -> None:
+    ``unheard``: called when its end has not been told ``answering`` seconds later.
+    """
+
+    def __init__(self, pid: int, *, answering: float, unheard: Callable[[int], None]) -> None:
         self.pid = pid
+        self._answering = answering
+        self._unheard = unheard
         self.returncode: int | None = None
         self._over = threading.Event()
 
@@ -208,9 +248,15 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code. Raises subprocess.TimeoutExpired."""
-        if not self._over.wait(timeout):
+        if not self._over.wait(timeout) and not (kernel.state(self.pid) in kernel.ENDED and self._told()):
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return cast(int, self.returncode)
+
+    def _told(self) -> bool:
+        """It has ended: whether its server says how, or ends itself."""
+        if not self._over.wait(self._answering):
+            self._unheard(self.pid)
+        return self._over.wait(2 * _ENDING)
 
 
 @contextmanager

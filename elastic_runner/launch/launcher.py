@@ -29,7 +29,7 @@ from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR, snapshot_files
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
-from elastic_runner.launch.early import Stopped, leave_when_asked
+from elastic_runner.launch.early import Stopped, hear_no_more, leave_when_asked, stay
 from elastic_runner.launch.flush import FLUSH_SECONDS, flush
 from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.health import Health
@@ -55,6 +55,21 @@ def launch(arguments: Sequence[str]) -> int:
 
     Raises ConfigError for values that torchrun cannot use.
     """
+    try:
+        try:
+            leave_when_asked()
+            given = _launch(arguments)
+        finally:
+            hear_no_more()
+    except Stopped as error:
+        given = Verdict(code=ExitCode.INTERRUPTED, message=str(error), final=True)
+    if given.code != ExitCode.FINISHED:
+        print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)
+    return given.code
+
+
+def _launch(arguments: Sequence[str]) -> Verdict:
+    """How it ended. Raises ConfigError; and Stopped, until there are workers."""
     options = parse(arguments)
     policies = default_policies(budgets(options))
     check_standby(options)
@@ -82,23 +97,21 @@ def launch(arguments: Sequence[str]) -> int:
             if options.rdzv_backend != BACKEND:
                 # Torch closes its own rendezvous, for all nodes and for good, when anything else ends the agent.
                 leave_when_asked(lambda number: SignalException("asked to stop", signal.Signals(number)))
-            try:
-                given = _run(options, str(directory))
-            finally:
-                leave_when_asked()  # torch's handlers are for agents
+            given = _run(options, str(directory))
         notices.close()
         health.doing("saving what is in memory", within=FLUSH_SECONDS)
         flush(str(directory), snapshot_files())
         _mark_failed(str(directory), given)
-    if given.code != ExitCode.FINISHED:
-        print(f"elastic-runner: {ExitCode(given.code).name.lower()} ({given.code}): {given.message}", flush=True)
-    return given.code
+    return given
 
 
 def _run(options: object, directory: str) -> Verdict:
-    """How it ended, in the words of whoever knows best."""
+    """How it ended, in the words of whoever knows best; from then on, no signal changes it."""
     try:
-        torchrun.run(options)
+        try:
+            torchrun.run(options)
+        finally:
+            stay()
     except EndOfJob as end:
         return end.verdict
     except SignalException as error:
@@ -106,9 +119,6 @@ def _run(options: object, directory: str) -> Verdict:
         if said is not None and not said.consequence:
             return said
         message = f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands"
-        return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
-    except Stopped as error:
-        message = str(error)
         return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
     except JobEnded as error:
         elsewhere = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)

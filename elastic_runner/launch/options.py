@@ -1,8 +1,9 @@
-"""The command line of ``elastic-runner launch``: torchrun's, with a few flags and defaults of ours. Pure."""
+"""The command line of ``elastic-runner launch``: torchrun's, with a few flags and defaults of ours."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import uuid
 from collections.abc import Sequence
@@ -61,12 +62,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "one that the system chooses.",
     )  # fmt: skip
     known = vars(parser.parse_args(["script"]))
-    defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": SIGNALS, "shutdown_timeout": DRAIN_SECONDS}
+    defaults = {"max_restarts": MAX_RESTARTS, "signals_to_handle": _signals(), "shutdown_timeout": DRAIN_SECONDS}
     parser.set_defaults(**{name: value for name, value in defaults.items() if name in known})
     options = parser.parse_args(list(arguments))
     if options.run_path:  # a script in a process that is forked: so are workers started here
         options.run_path = options.no_python = options.module = False
     return options
+
+
+def _signals() -> str:
+    """Torch would handle SIGHUP under nohup as well, and the job end with the terminal that it was started from."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return SIGNALS.replace("SIGHUP,", "") if ignored else SIGNALS
 
 
 def address(text: str) -> tuple[str, int]:

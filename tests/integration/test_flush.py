@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_runner import verdict
 from elastic_runner.chaos.driver import ObservedRun, launch_command
@@ -22,9 +21,11 @@ from elastic_runner.checkpoint.tools.difference import compare
 from elastic_runner.checkpoint.tools.opening import opened
 from elastic_runner.data.audit import audit
 from elastic_runner.data.ledger import read_records
+from elastic_runner.launch.early import leave_when_asked
 from elastic_runner.launch.flush import flush
 from elastic_runner.storage import LocalStorage
 from elastic_runner.verdict import RunPlace
+from tests.support.handlers import kept_handlers
 from tests.unit.test_flush import Node, prepare
 
 STEPS = 16
@@ -114,20 +115,16 @@ def nothing() -> Iterator[None]:
 
 @contextmanager
 def second_signal() -> Iterator[None]:
-    """As torch's agents hear it, once the flush has begun."""
+    """Once the flush has begun."""
+    communicate = subprocess.Popen.communicate
 
-    def heard(number: int, frame: object) -> None:
-        raise SignalException("asked to stop", signal.Signals(number))
-
-    def signalled(*given: object, **more: object) -> None:
+    def signalled(process: subprocess.Popen[str], **more: float) -> tuple[str, str]:
         os.kill(os.getpid(), signal.SIGUSR1)
+        return communicate(process, **more)
 
-    before = signal.signal(signal.SIGUSR1, heard)
-    try:
-        with patch.object(subprocess.Popen, "communicate", signalled):
-            yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with patch.object(subprocess.Popen, "communicate", signalled):
+        leave_when_asked()
+        yield
 
 
 @pytest.mark.parametrize(
@@ -148,7 +145,7 @@ def test_a_flush_that_fails_is_one_line_and_no_error(
     node, agent = Node(tmp_path / "run"), tmp_path / "agent"
     agent.mkdir()
     verdict.place(str(agent), RunPlace(url=str(tmp_path / "run"), options={}, attempt=1))
-    with caplog.at_level(logging.WARNING, "elastic_runner"), meanwhile():  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "elastic_runner"), kept_handlers(), meanwhile():  # type: ignore[attr-defined]
         flush(str(agent), node.files, seconds)
     (line,) = [record.getMessage() for record in caplog.records]
     assert said in line and checkpoints(tmp_path / "run") == [3]

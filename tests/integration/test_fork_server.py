@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from elastic_runner.chaos.driver import launch_command
+from elastic_runner.launch import forking
 from elastic_runner.launch.forking import ForkedProcess, ForkServer
 from elastic_runner.launch.processes import descendants
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +257,93 @@ def test_the_end_of_a_child_that_a_script_forked_is_not_the_worker_s(tmp_path: P
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "KeyError: 'of the child'" in result.stderr
     assert "ended with exit code 9" in result.stdout and "KeyError" not in result.stdout
+
+
+ASKS_TO_STOP = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # as some libraries do
+"""
+HEARS = """
+import os, signal
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ForkServer]]:
+    """Servers of short patience that import a module of these lines, and nothing else."""
+    monkeypatch.setattr(forking, "MODULES", ())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    servers = []
+
+    def start(lines: str = "", **how: Any) -> ForkServer:
+        (tmp_path / "preloaded.py").write_text(lines)
+        servers.append(ForkServer(["preloaded"], answering=0.5, **how))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_a_server_is_deaf_to_signals_from_its_first_moment(quick: Callable[..., ForkServer], tmp_path: Path) -> None:
+    """A scheduler sends them to all processes; workers hear them as ever."""
+    server = quick(ASKS_TO_STOP)
+    first = server._server.pid
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(first, number)
+    assert Script(server, tmp_path).run(HEARS)[0] == -signal.SIGUSR1
+    os.kill(first, signal.SIGTERM)
+    assert server.spawn(["/bin/sh", "-c", "kill -HUP $$"], dict(os.environ)).wait(60) == -signal.SIGHUP
+    assert server._server.pid == first
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_a_stopped_server_is_replaced_when_it_is_needed_and_its_workers_train_on_until_then(
+    quick: Callable[..., ForkServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = quick(standby=True)
+    worker = Script(server, tmp_path).start("import time; time.sleep(600)")
+    os.kill(server._server.pid, signal.SIGSTOP)
+    server.prepare([0])
+    assert "the fork server has not answered for 0.5 s; the next workers get another one" in caplog.text
+    assert worker.poll() is None and not is_gone(worker.pid)
+    assert Script(server, tmp_path).run("import sys; sys.exit(9)")[0] == 9
+    assert worker.wait(60) == -signal.SIGKILL and is_gone(worker.pid)
+
+
+def test_the_end_of_a_worker_that_a_stopped_server_does_not_tell_is_known(
+    quick: Callable[..., ForkServer], tmp_path: Path
+) -> None:
+    server = quick()
+    worker = Script(server, tmp_path).start("import time; time.sleep(600)")
+    os.kill(server._server.pid, signal.SIGSTOP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(0.01)
+    os.kill(worker.pid, signal.SIGTERM)
+    eventually(lambda: is_gone(worker.pid), "its end")
+    assert worker.wait(0.01) == -signal.SIGKILL, "its own is lost"
+
+
+def test_a_standby_that_cannot_be_forked_is_one_warning(
+    quick: Callable[..., ForkServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails = """
+        import errno, os
+        forks = iter([os.fork, os.fork])
+        def fork():
+            for real in forks:
+                return real()
+            raise OSError(errno.EAGAIN, "too many processes")
+        os.fork = fork
+    """
+    server, script = quick(textwrap.dedent(fails), standby=True), tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(600)")
+    for rank in (0, 1):
+        server.spawn([sys.executable, "-u", str(script)], dict(os.environ), local_rank=rank)
+    server.prepare([0, 1])
+    (said,) = caplog.messages
+    assert said == "not every worker has a standby: no process can be forked: too many processes"

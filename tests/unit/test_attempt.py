@@ -32,7 +32,7 @@ def test_a_killed_worker_comes_before_the_peers_that_noticed() -> None:
     end = end_of(over, known)
     message = "rank 5 on node-3 was killed by SIGKILL in phase step after step 41"
     assert end == End(attempt=7, kind="SIGKILL", step=42, restored=PLACE.restored, rank=5, message=message)
-    assert describe(over, end, known) == f"attempt 2 is over after step 41: {message} (then rank 4 exit code 1)"
+    assert describe(over, end, known) == f"attempt 7 is over after step 41: {message} (then rank 4 exit code 1)"
 
 
 def test_want_of_memory_is_named() -> None:

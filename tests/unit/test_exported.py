@@ -39,6 +39,18 @@ heavy = {"torch", "numpy", "fsspec", "pydantic", "tyro", "rich"} & set(sys.modul
 assert not heavy, heavy
 """
 
+MODULES = """
+import sys
+import elastic_runner as er
+try:
+    raise er.errors.PeerLost("rank 1")
+except er.errors.ElasticRunnerError as error:
+    assert type(error) is er.errors.PeerLost
+assert "torch" not in sys.modules
+assert er.config.RunConfig is er.RunConfig
+assert not hasattr(er, "no_such_module")
+"""
+
 
 def test_all_is_sorted_and_importable() -> None:
     assert er.__all__ == sorted(er.__all__)
@@ -65,6 +77,7 @@ def test_an_unknown_name_is_the_usual_error() -> None:
     [
         pytest.param(IMPORT, id="changes nothing"),
         pytest.param(LIGHT, id="the package and the command line: in an instant"),
+        pytest.param(MODULES, id="a module: only what it needs"),
         pytest.param(STAR, id="all names: only what the fork server has imported"),
     ],
 )

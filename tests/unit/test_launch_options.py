@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.distributed.run import config_from_args
 from elastic_runner.errors import ConfigError
 from elastic_runner.launch.options import budgets, by_itself, check_port, check_standby, parse
 from elastic_runner.launch.restart import Budgets
+from tests.support.handlers import kept_handlers
 
 
 def test_budgets() -> None:
@@ -20,6 +22,14 @@ def test_budgets() -> None:
     for wrong in ("crash", "crash=x", "crash=-1", "fire=3"):
         with pytest.raises(ConfigError, match="it is CAUSE=N, with a cause of crash, hang, peer, start, storage"):
             budgets(parse([f"--budget={wrong}", "s.py"]))
+
+
+def test_nohup_is_respected() -> None:
+    with kept_handlers():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert parse(["s.py"]).signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert parse(["s.py"]).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
 
 
 @pytest.mark.parametrize("flags", [[], ["--standalone"], ["--nnodes=1"], ["--nnodes=1:1", "--nproc-per-node=2"]])
