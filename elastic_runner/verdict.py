@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 _VERDICT, _CONSEQUENCE, _PLACE = "verdict.json", "consequence.json", "run.json"
@@ -65,8 +65,9 @@ def tell(directory: str | None, verdict: Verdict) -> None:
 def read(directory: str) -> Verdict | None:
     """The verdict on the attempt that has ended; None when every worker was killed before it could say."""
     for name in (_VERDICT, _CONSEQUENCE):
-        with suppress(OSError, ValueError, TypeError):
-            return Verdict(**json.loads(Path(directory, name).read_text()))
+        with suppress(OSError):
+            if (said := decode(Path(directory, name).read_text())) is not None:
+                return said
     return None
 
 
@@ -76,9 +77,10 @@ def encode(verdict: Verdict) -> str:
 
 
 def decode(text: str) -> Verdict | None:
-    """What ``encode`` made; None for any other text."""
+    """What ``encode`` made, without what other versions say besides; None for any other text."""
+    known = {field.name for field in fields(Verdict)}
     with suppress(ValueError, TypeError):
-        return Verdict(**json.loads(text))
+        return Verdict(**{name: value for name, value in dict(json.loads(text)).items() if name in known})
     return None
 
 

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from elastic_runner.verdict import RunPlace, Verdict, clear, last_place, place, read, read_place, tell
+import pytest
+
+from elastic_runner.verdict import (
+    RunPlace,
+    Verdict,
+    clear,
+    decode,
+    encode,
+    in_words,
+    last_place,
+    place,
+    read,
+    read_place,
+    tell,
+)
 
 
 def test_the_first_worker_s_word_counts_until_the_next_attempt(tmp_path: Path) -> None:
@@ -17,6 +32,17 @@ def test_the_first_worker_s_word_counts_until_the_next_attempt(tmp_path: Path) -
     clear(directory)
     assert read(directory) is None
     clear(directory)
+
+
+def test_another_version_s_word_is_understood() -> None:
+    given = Verdict(code=3, message="cause", final=True, rank=1)
+    newer = json.dumps({**json.loads(encode(given)), "colour": "red"})
+    assert decode(newer) == given and in_words(newer) == "cause"
+
+
+@pytest.mark.parametrize("text", ["by hand", "", "5", "[]", "null", '{"code": 3}', '"x"'])
+def test_any_other_text_is_no_verdict(text: str) -> None:
+    assert decode(text) is None and in_words(text) == text
 
 
 def test_no_launcher_no_word(tmp_path: Path) -> None:
