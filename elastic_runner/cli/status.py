@@ -7,11 +7,13 @@ import time
 from dataclasses import asdict, dataclass
 
 import tyro
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from elastic_runner import paths
 from elastic_runner.cli.checkpoint import Reading
-from elastic_runner.errors import ExitCode, NotFound
+from elastic_runner.cli.tables import print_table
+from elastic_runner.errors import Damaged, ExitCode, NotFound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +35,18 @@ def status(arguments: list[str]) -> int:
     storage = open_storage(wanted.run_dir, wanted.options)
     summary = read_summary(storage)
     if summary is None:
-        raise NotFound(f"{storage.url} holds no run: there is no summary.json")
+        if paths.SUMMARY in storage.list(""):
+            raise Damaged(f"{storage.url}/{paths.SUMMARY} is no summary; a start of the run writes it anew")
+        raise NotFound(f"{storage.url} holds no run: there is no {paths.SUMMARY}")
     led_here, lost = count(lambda: read_records(storage))
     counts = {**{k: v for k, v in asdict(led_here).items() if not k.startswith("_")}, "lost": lost}
     if wanted.json:
         print(json.dumps({"summary": asdict(summary), "ledger": counts}))
         return ExitCode.FINISHED
-    table = Table(title=storage.url, title_justify="left", show_header=False, box=None)
+    table = Table(title=Text(storage.url), title_justify="left", show_header=False, box=None)
     for name, value in asdict(summary).items():
         text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if name == "updated" else value
-        table.add_row(name.replace("_", " "), str(text))
+        table.add_row(name.replace("_", " "), Text(str(text)))
     table.add_row("by the ledger", ", ".join(f"{name} {value}" for name, value in counts.items()))
-    Console().print(table)
+    print_table(table)
     return ExitCode.FINISHED

@@ -42,6 +42,8 @@ class _Past:
     """Steps that did not lead there."""
     summary: dict[str, Any] = field(default_factory=dict)
     """What the summary says of the newest step and evaluation."""
+    batch: int | None = None
+    """Samples in the newest step's global batch; None before the first."""
 
     def add(self, record: Record, *, led: bool) -> None:
         """The next one."""
@@ -54,6 +56,7 @@ class _Past:
             self.summary |= {"validation": record["metrics"], "validation_step": record["step"]}
         elif event == "step":
             self.summary["train_loss"] = record["loss"]
+            self.batch = record["last"] - record["first"] + record["padded"]
 
 
 class RunRecord:
@@ -159,6 +162,12 @@ class MainRecord(RunRecord):
         past = _Past()
         done = done_beyond(self._look_back(past), resumed_at)
         past.tally.add(start)
+        if past.batch not in (None, facts.get("global_batch")):
+            log.warning(
+                "data.global_batch is %s from here on, and was %d: results will be others than without a restart, and "
+                "the audit will say that it is not constant",
+                *(facts.get("global_batch"), past.batch),
+            )
         with self._lock:
             self._tally = past.tally
         self.divergence = self._replay = None

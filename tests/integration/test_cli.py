@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_runner import paths
 from elastic_runner.cli.main import HELP, main
 from elastic_runner.errors import ExitCode
+from elastic_runner.observability.summary import RunSummary, encode
+from elastic_runner.storage import LocalStorage
 from tests.support.job import config, train
 from tests.support.ranks import run_ranks
 
@@ -43,6 +46,22 @@ def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]
         main([*verb, "--help"])
     assert left.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+def test_status_shows_any_text_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Messages of gloo begin with a path in brackets, which a table could take for markup."""
+    run_dir = tmp_path / "ü[a]*?"
+    message = "rank 0: PeerLost: 'step 4': a peer went away ([/a/pair.cc:537] Read error [127.0.0.1]:27301)"
+    LocalStorage(run_dir).put(paths.SUMMARY, encode(RunSummary(status="failed", message=message)))
+    assert main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert message in shown and "ü[a]*?" in shown
+
+
+def test_status_of_a_torn_summary_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / paths.SUMMARY).write_text('{"status": "runn')
+    assert main(["status", str(tmp_path)]) == ExitCode.FAILED
+    assert f"{paths.SUMMARY} is no summary" in capsys.readouterr().err
 
 
 def test_status_counts_from_the_ledger(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,25 @@ def test_lost_steps_and_samples_over_three_attempts(tmp_path: Path) -> None:
     assert summary.train_loss == 1 / 20
 
 
+def test_another_global_batch_than_before_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The audit would say so a month later. Steps that are lost do not count."""
+    storage = LocalStorage(tmp_path)
+
+    def start(number: int, resumed_at: int, batch: int) -> list[str]:
+        caplog.clear()
+        record = MainRecord(storage, attempt=number, target_step=20, restarts=number - 1)
+        record.restored(1, resumed_at)
+        record.start(resumed_at, {"world": 1, "global_batch": batch})
+        record.step(line(resumed_at + 1, last=4 * resumed_at + batch))
+        return [text for text in caplog.messages if "global_batch" in text]
+
+    assert start(1, 0, 4) == []
+    assert start(2, 1, 4) == []
+    (said,) = start(3, 1, 8)
+    assert "data.global_batch is 8 from here on, and was 4" in said
+    assert start(4, 1, 4) == []
+
+
 def test_the_ledger_is_durable_before_a_checkpoint_is_written() -> None:
     """On an object store, a kill right after the commit must not leave a gap below the checkpoint."""
     storage = open_storage("memory://record")
