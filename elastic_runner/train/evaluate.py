@@ -95,15 +95,21 @@ def _sums(
             seed_all(place.seed, "evaluate", index)
         samples = [dataset[i] for i in range(index * batch_size, min(length, (index + 1) * batch_size))]
         values = metric(model, to_device(collate_fn(samples), place.device))
+        if not isinstance(values, Mapping):
+            raise LoopError(f"the metric must return its values by name, not a {type(values).__name__}")
         if has_own:
             sums[index] = {name: _total(name, value, len(samples)) for name, value in values.items()}
     return sums
 
 
 def _total(name: str, value: torch.Tensor, samples: int) -> float:
-    if value.shape != (samples,):
-        raise LoopError(f"metric {name!r} must have one value per sample, shape [{samples}], not {list(value.shape)}")
+    if getattr(value, "shape", None) != (samples,):
+        raise LoopError(f"metric {name!r} must have one value per sample, shape [{samples}], not {_shape(value)}")
     return value.double().sum().item()
+
+
+def _shape(value: object) -> object:
+    return list(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _stop(coordinator: Coordinator, requested: bool) -> bool:

@@ -120,3 +120,22 @@ def modes_after_evaluation(run_dir: str) -> list[bool]:
 
 def test_a_layer_frozen_in_eval_mode_stays_so(tmp_path: Path) -> None:
     assert run_ranks(modes_after_evaluation, 1, str(tmp_path)) == [[True, False]]
+
+
+def refusals(run_dir: str) -> list[str]:
+    said = []
+    with er.Worker(er.RunConfig(run_dir=run_dir)) as worker:
+        model = worker.prepare(build())
+        for result in (torch.ones(BATCH), {"x": 1.0}, {"x": torch.ones(())}):
+            with pytest.raises(er.errors.LoopError) as refused:
+                worker.evaluate(model, DATA, lambda m, b, result=result: result, batch_size=BATCH)  # type: ignore
+            said.append(str(refused.value))
+    return said
+
+
+def test_a_metric_that_returns_something_else_is_refused_and_told_why(tmp_path: Path) -> None:
+    """A start again would not change it."""
+    (said,) = run_ranks(refusals, 1, str(tmp_path))
+    assert said[0] == "the metric must return its values by name, not a Tensor"
+    assert said[1].endswith("one value per sample, shape [5], not a float")
+    assert said[2].endswith("one value per sample, shape [5], not []")
