@@ -60,9 +60,9 @@ def hear_no_more() -> None:
 
 
 def _on_notice(do: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """Handle notices, but for those that are ignored, such as by nohup, and whatever else torch or we handle."""
+    """Handle notices, but for those that are ignored, such as by nohup, and what else torch's agent or we handle."""
     for number in signal.valid_signals():
         present = signal.getsignal(number)
-        handled = (getattr(present, "__module__", None) or "").startswith(("torch.", __name__))
+        handled = (getattr(present, "__module__", None) or "").startswith(("torch.distributed.elastic.", __name__))
         if handled or (number in NOTICES and present != signal.SIG_IGN):
             signal.signal(number, do)

@@ -14,6 +14,7 @@ from elastic_runner.cli.main import HELP, main
 from elastic_runner.errors import ExitCode
 from elastic_runner.observability.summary import RunSummary, encode
 from elastic_runner.storage import LocalStorage
+from tests.support.handlers import kept_handlers
 from tests.support.job import config, train
 from tests.support.ranks import run_ranks
 
@@ -42,7 +43,7 @@ def test_wrong_verbs_exit_with_2(arguments: list[str]) -> None:
     "verb", [["launch"], ["demo"], ["status"], ["audit"], ["metrics"], ["checkpoint", "ls"], ["checkpoint", "verify"]]
 )
 def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
+    with kept_handlers(), pytest.raises(SystemExit) as left:
         main([*verb, "--help"])
     assert left.value.code == 0
     assert "usage" in capsys.readouterr().out

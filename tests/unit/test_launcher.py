@@ -20,6 +20,7 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.utils.data._utils import signal_handling
 
 from elastic_runner.errors import ConfigError, ExitCode
 from elastic_runner.launch import launcher
@@ -79,7 +80,7 @@ def test_a_signal_at_any_time_before_there_are_workers_is_75_and_one_line(
     """Cases c18, c25."""
     Played(monkeypatch, tmp_path)
     monkeypatch.setattr(f"{launcher.__name__}.{where}", signalled())
-    assert launcher.launch(["script.py"]) == ExitCode.INTERRUPTED
+    assert launcher.launch([__file__]) == ExitCode.INTERRUPTED
     assert capsys.readouterr().out == INTERRUPTED
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +91,7 @@ def test_a_second_signal_while_it_leaves_changes_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(launcher, "ForkServer", signalled())
     monkeypatch.setattr(launcher.shutil, "rmtree", signalled(signal.SIGHUP))
     monkeypatch.setattr(launcher, "print", signalled(signal.SIGINT), raising=False)
-    assert launcher.launch(["script.py"]) == ExitCode.INTERRUPTED
+    assert launcher.launch([__file__]) == ExitCode.INTERRUPTED
 
 
 AFTER = ("Notices.close", "flush", "_mark_failed", "shutil.rmtree")
@@ -106,7 +107,7 @@ def test_no_signal_changes_how_it_ended(
     end = EndOfJob(Verdict(code=code, message="why", final=True)) if code else None
     Played(monkeypatch, tmp_path, end)
     monkeypatch.setattr(f"{launcher.__name__}.{where}", signalled(number))
-    assert launcher.launch(["script.py"]) == code
+    assert launcher.launch([__file__]) == code
     signal.raise_signal(number)  # and Python is not to take the handler away before the process is gone
     assert signal.getsignal(number) == signal.SIG_IGN
 
@@ -114,7 +115,7 @@ def test_no_signal_changes_how_it_ended(
 def test_a_wrong_command_line_is_no_interruption(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Played(monkeypatch, tmp_path, ValueError("no such value"))
     with pytest.raises(ConfigError, match="torchrun: no such value"):
-        launcher.launch(["script.py"])
+        launcher.launch([__file__])
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -208,3 +209,12 @@ def test_whoever_handles_signals_is_followed_by_who_comes_next() -> None:
     assert heard == [signal.SIGQUIT, signal.SIGTERM]
     hear_no_more()
     assert {signal.getsignal(number) for number in (signal.SIGQUIT, signal.SIGTERM)} == {signal.SIG_IGN}
+
+
+def test_the_handler_that_torch_s_loaders_need_is_left_alone() -> None:
+    """Were SIGCHLD ignored, the exit codes of children would be lost, and read as 0."""
+    signal_handling._set_SIGCHLD_handler()
+    theirs = signal.getsignal(signal.SIGCHLD)
+    stay()
+    hear_no_more()
+    assert signal.getsignal(signal.SIGCHLD) == theirs and callable(theirs)
