@@ -87,6 +87,12 @@ def flight_recorder(variables: Mapping[str, str] | None = None) -> str | None:
     return next((env[name] for name in _FLIGHT_RECORDER if env.get(name)), None)
 
 
+def other_python(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun is told to start workers by another interpreter than its own."""
+    env = os.environ if variables is None else variables
+    return bool(env.get("PYTHON_EXEC"))
+
+
 def _placement(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     """Rank, world size, local rank, local world size; each checked, since a wrong one would train alone or hang."""
     lacking = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]

@@ -28,7 +28,7 @@
     │   ├── Mismatch                   3  not restartable   the state does not fit the model; names the keys
     │   ├── Fenced                 3  not restartable   a newer attempt has taken over this run
     │   └── NoUsableCheckpoint         3  not restartable   checkpoints exist and none can be used
-    └── Interrupted                   75  restartable       asked to stop; saved; start me again
+    └── Interrupted                   75  not restartable   by us: asked to stop; saved; start me again
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ class Interrupted(ElasticRunnerError):
     """The run was asked to stop, saved its state and can be started again."""
 
     exit_code = ExitCode.INTERRUPTED
+    restartable = False
 
 
 def names(kind: type[ElasticRunnerError]) -> Iterator[str]:
@@ -221,5 +222,13 @@ def names(kind: type[ElasticRunnerError]) -> Iterator[str]:
 def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that a peer is gone or does not come."""
     return isinstance(error, (PeerLost, PhaseTimeout)) or (
-        isinstance(error, RuntimeError) and _PEER_GONE.search(str(error)) is not None
+        isinstance(error, RuntimeError) and _PEER_GONE.search(text_of(error)) is not None
     )
+
+
+def text_of(error: BaseException) -> str:
+    """What the error says; nothing where it fails at that, too."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

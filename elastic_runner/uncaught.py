@@ -8,7 +8,7 @@ from types import TracebackType
 
 from elastic_runner.environment import read_environment
 from elastic_runner.errors import ConfigError, ElasticRunnerError, Interrupted
-from elastic_runner.verdict import Verdict, tell
+from elastic_runner.verdict import Verdict, message_of, tell
 
 
 def exit_by_code() -> None:
@@ -22,8 +22,7 @@ def exit_by_code() -> None:
             previous(kind, error, trace)
             return
         rank, whole, agent_dir = place()
-        final = not error.restartable or isinstance(error, Interrupted)
-        message = f"rank {rank}: {kind.__name__}: {error}"
+        final, message = not error.restartable, message_of(error, rank)
         tell(agent_dir, Verdict(code=error.exit_code, message=message, final=final, kind=kind.__name__, rank=rank))
         if whole:
             previous(kind, error, trace)

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-_VERDICT, _CONSEQUENCE, _PLACE = "verdict.json", "consequence.json", "run.json"
+from elastic_runner.errors import ExitCode, text_of
+
+_VERDICT, _FINISHED, _CONSEQUENCE = "verdict.json", "finished.json", "consequence.json"
+_PLACE = "run.json"
 _PLACE_BEFORE = "run-before.json"
 _PROCESS = "process-"
+_LONGEST = 500
+"""Characters of a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,11 @@ class Verdict:
     step: int | None = None
     """The last finished step; None before the loop began."""
 
+    @property
+    def no_failure(self) -> bool:
+        """Whether all is done, or the job was asked to stop. An interruption that is not final is no such thing."""
+        return self.final and self.code in (ExitCode.FINISHED, ExitCode.INTERRUPTED)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlace:
@@ -54,20 +64,35 @@ class RunPlace:
     """Path of the newest manifest that it committed."""
 
 
+def message_of(error: BaseException, rank: int) -> str:
+    """Whose the error is and what it says, as one line that can be printed anywhere."""
+    said = " ".join(f"rank {rank}: {type(error).__name__}: {text_of(error)}".split()).removesuffix(":")[:_LONGEST]
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in said)
+
+
 def tell(directory: str | None, verdict: Verdict) -> None:
     """Give the verdict, unless another worker of this attempt was first or there is no launcher of ours."""
     if directory is not None:
-        name = _CONSEQUENCE if verdict.consequence else _VERDICT
+        finished = _FINISHED if verdict.code == ExitCode.FINISHED else _VERDICT
+        name = _CONSEQUENCE if verdict.consequence else finished
         with suppress(OSError), Path(directory, name).open("x") as file:
             json.dump(asdict(verdict), file)
 
 
 def read(directory: str) -> Verdict | None:
-    """The verdict on the attempt that has ended; None when every worker was killed before it could say."""
-    for name in (_VERDICT, _CONSEQUENCE):
-        with suppress(OSError):
-            if (said := decode(Path(directory, name).read_text())) is not None:
-                return said
+    """The verdict on the attempt that has ended; None when every worker was killed before it could say.
+
+    An error is heard of after the run was finished as well, but there is nothing left to start again for.
+    """
+    error, finished, consequence = (_read(Path(directory, name)) for name in (_VERDICT, _FINISHED, _CONSEQUENCE))
+    if error is not None and finished is not None:
+        return replace(error, final=True, message=f"after the run was finished: {error.message}")
+    return error or finished or consequence
+
+
+def _read(path: Path) -> Verdict | None:
+    with suppress(OSError):
+        return decode(path.read_text())
     return None
 
 
@@ -94,7 +119,7 @@ def clear(directory: str) -> None:
     """Before the next attempt."""
     with suppress(FileNotFoundError):
         Path(directory, _PLACE).replace(Path(directory, _PLACE_BEFORE))
-    names = [_VERDICT, _CONSEQUENCE, *(f"{_PROCESS}{pid}" for pid in processes(directory))]
+    names = [_VERDICT, _FINISHED, _CONSEQUENCE, *(f"{_PROCESS}{pid}" for pid in processes(directory))]
     for name in names:
         Path(directory, name).unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from elastic_runner import history, verdict
 from elastic_runner.environment import flight_recorder
 from elastic_runner.errors import ElasticRunnerError, ExitCode
 from elastic_runner.launch import kernel
-from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, tail
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, tail, time_to_save, unhealthy
 from elastic_runner.launch.early import stay
 from elastic_runner.launch.evidence import UPLOAD, gather, upload
 from elastic_runner.launch.health import WATCHING, Health
@@ -56,7 +56,8 @@ _KILLING = 30.0
 _POLLING = 1.0
 """Seconds between questions to a rendezvous of torch's, which does not tell by itself that a node waits."""
 _HURRY = 20.0
-"""Seconds that draining workers are left after a second notice; Kubernetes and SLURM give 30 by default."""
+"""Seconds that draining workers are left after a second notice, or without a peer that has failed; Kubernetes and SLURM
+give 30 by default."""
 _TURN = 30.0
 """Seconds for a turn of the loop, which comes twice a second, before the agent does not count as live any more."""
 _ENDING = 600.0
@@ -93,6 +94,8 @@ class Plan:
     """Whether to stop, besides by a signal."""
     health: Health
     """What it says of itself to those that ask."""
+    leaving: ExitStack
+    """Has it out of the rendezvous at the end: torch's agent stays there after a signal."""
 
 
 @dataclass
@@ -138,6 +141,7 @@ class Agent(LocalElasticAgent):
         self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if isinstance(self._handler, ElasticRendezvous):
             self._handler.tell(lambda: os.eventfd_write(self._told, 1))
+            plan.leaving.callback(self._handler.leave, done=False)
         else:
             log.warning(
                 "rendezvous %s: whatever hosts its store must not be lost, and a node that goes silent is noticed "
@@ -272,7 +276,7 @@ class Agent(LocalElasticAgent):
         if bundle is not None:
             self._keep(bundle, place)
         if stuck:
-            raise self._no_more(_unhealthy(stuck))
+            raise self._no_more(unhealthy(stuck))
         final = last_word(over, seen)
         if final is not None and not self._goes_on(final):
             raise self._no_more(final)
@@ -369,8 +373,13 @@ class Agent(LocalElasticAgent):
         by = str(notice) if isinstance(notice, Noticed) else notice.sigval.name
         log.warning("%s: the workers are asked to stop and save", by)
         attempt.workers.signal(notice.sigval)
-        while attempt.workers.pids and (left := end - time.monotonic()) > 0:
-            attempt.workers.wait([self._told], left)
+        while attempt.workers.pids:
+            now, steps = time.monotonic(), self._watchdog.steps()
+            running = [steps.get(local) for local in attempt.workers.pids]
+            end = min(end, now + time_to_save(attempt.workers.codes.values(), running, _HURRY))
+            if now >= end:
+                break
+            attempt.workers.wait([self._told], end - now)
             with suppress(BlockingIOError):
                 os.eventfd_read(self._told)
             while again:
@@ -383,13 +392,3 @@ class Agent(LocalElasticAgent):
 
 def _too_few(error: RendezvousTimeoutError) -> Verdict:
     return Verdict(code=ExitCode.INTERRUPTED, message=f"too few nodes are left: {error}", final=True)
-
-
-def _unhealthy(stuck: list[int]) -> Verdict:
-    which = ", ".join(map(str, stuck))
-    return Verdict(
-        code=ExitCode.UNHEALTHY_NODE,
-        message=f"local ranks {which} do not die: they are stuck in the kernel (device or file system). "
-        "This node needs attention; start again on another one",
-        final=True,
-    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -57,7 +58,7 @@ def end_of(over: Over, seen: Seen) -> End | None:
     if over.hang is not None:
         end = _end(seen, kind=HANG, rank=over.hang.rank, step=over.hang.step, message=over.hang.reason)
         return replace(end, learned_limit=over.hang.learned)
-    if over.cause != "workers" or (said is not None and said.code in (ExitCode.INTERRUPTED, ExitCode.FINISHED)):
+    if over.cause != "workers" or (said is not None and said.no_failure):
         return None
     if said is not None and not said.consequence:
         return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
@@ -67,13 +68,26 @@ def end_of(over: Over, seen: Seen) -> End | None:
         why = ": the kernel has killed for want of memory" if name == "SIGKILL" and seen.out_of_memory else ""
         message = f"{_who(seen, local)} was killed by {name}{_where(seen, local)}{why}"
         return _end(seen, kind=name, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
-    local = next(local for local, code in seen.codes.items() if code)
-    # Who lost a peer ends after that peer, which may have left without a word.
+    # Who lost a peer ends after that peer, which may have left without a word, or as if all were well.
+    left = [local for local, code in seen.codes.items() if not code and said is not None]
+    local = [*left, *(local for local, code in seen.codes.items() if code)][0]
     if said is not None and said.rank == seen.ranks[local]:
         return _end(seen, kind=said.kind, rank=said.rank, step=said.step, message=said.message)
-    message = f"{_who(seen, local)} ended with exit code {seen.codes[local]}{_where(seen, local)}"
-    step = seen.steps.get(local)
-    return _end(seen, kind=f"exit code {seen.codes[local]}", rank=seen.ranks[local], step=step, message=message)
+    how = f"exit code {seen.codes[local]}"
+    message = f"{_who(seen, local)} {'left' if left else 'ended'} with {how}{_where(seen, local)}"
+    return _end(seen, kind=how, rank=seen.ranks[local], step=seen.steps.get(local), message=message)
+
+
+def time_to_save(codes: Collection[int], running: Collection[int | None], hurry: float) -> float:
+    """Seconds that workers which were asked to stop still have.
+
+    ``codes``: of peers that have ended; ``running``: last finished steps of the others, -1 before any and None where
+    that is not known; ``hurry``: where peers are missing, but what they took part in may still end.
+    """
+    if any(codes) and all(step == -1 for step in running):
+        return 0.0  # they wait for those peers, and have nothing to save
+    missing = any(code not in (ExitCode.FINISHED, ExitCode.INTERRUPTED) for code in codes)
+    return hurry if missing and None not in running else math.inf
 
 
 def last_word(over: Over, seen: Seen) -> Verdict | None:
@@ -91,6 +105,17 @@ def last_word(over: Over, seen: Seen) -> Verdict | None:
     return Verdict(code=ExitCode.FAILED, message=message, final=True)
 
 
+def unhealthy(stuck: list[int]) -> Verdict:
+    """Of the node, whose local ranks ``stuck`` are."""
+    which = ", ".join(map(str, stuck))
+    return Verdict(
+        code=ExitCode.UNHEALTHY_NODE,
+        message=f"local ranks {which} do not die: they are stuck in the kernel (device or file system). "
+        "This node needs attention; start again on another one",
+        final=True,
+    )
+
+
 def first_killed(codes: Mapping[int, int]) -> int | None:
     """The local rank that was killed first; the others' errors follow from that."""
     return next((local for local, code in codes.items() if code < 0), None)
@@ -101,13 +126,14 @@ def describe(over: Over, end: End | None, seen: Seen) -> str:
     step = max(seen.steps.values(), default=-1)
     after = f" after step {step}" if step >= 0 else ""
     first = end.message if end is not None else over.reason or (over.verdict.message if over.verdict else "")
-    others = [
+    blamed = end or over.verdict
+    others = ", ".join(
         f"rank {seen.ranks[local]} {_signal(code) if code < 0 else f'exit code {code}'}"
         for local, code in seen.codes.items()
-        if code and (end is None or seen.ranks[local] != end.rank)
-    ]
-    followed = f" (then {', '.join(others)})" if others else ""
-    return f"attempt {_number(seen)} is over{after}: {first}{followed}"
+        if code and (blamed is None or seen.ranks[local] != blamed.rank)
+    )
+    what = f"{first} (then {others})" if first and others else first or others
+    return f"attempt {_number(seen)} is over{after}: {what}"
 
 
 def tail(file: Path, lines: int = 20, most: int = 8192) -> str:

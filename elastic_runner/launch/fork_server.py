@@ -63,8 +63,7 @@ def main(modules: Sequence[str]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     adopt_orphans()
     for name in modules:
-        with suppress(ImportError):  # the worker will say so itself, if it needs it
-            importlib.import_module(name)
+        _preload(name)
     _ignore()  # again: some module may handle them now
     forked = _serve(socket.socket(fileno=0))
     if forked is None:
@@ -76,6 +75,16 @@ def main(modules: Sequence[str]) -> None:
     told = request if channel is None else stand_by(channel, request["env"])
     if told is not None:
         _become(told)
+
+
+def _preload(name: str) -> None:
+    """A worker that needs what cannot be imported will say so itself; of what was asked for, this is said at once."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        if name not in MODULES:
+            said = f"elastic-runner: --preload {name} cannot be imported: {type(error).__name__}: {error}"
+            print(said, file=sys.stderr, flush=True)
 
 
 def _ignore() -> None:

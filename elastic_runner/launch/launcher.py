@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed.run as torchrun
@@ -29,17 +29,17 @@ from elastic_runner import paths, verdict
 from elastic_runner.environment import AGENT_DIR, snapshot_files
 from elastic_runner.errors import ConfigError, ElasticRunnerError, ExitCode
 from elastic_runner.launch.agent import EndOfJob, Plan, agents_by
-from elastic_runner.launch.early import Stopped, hear_no_more, leave_when_asked, stay
+from elastic_runner.launch.early import Stopped, hear_no_more, leave_when_asked, leaving_anyway, stay
 from elastic_runner.launch.flush import FLUSH_SECONDS, flush
 from elastic_runner.launch.forking import ForkServer, workers_by
 from elastic_runner.launch.health import Health
 from elastic_runner.launch.health_server import HealthServer
 from elastic_runner.launch.notice import Notices
-from elastic_runner.launch.options import budgets, by_itself, check_port, check_standby, parse
+from elastic_runner.launch.options import budgets, by_itself, check, check_port, logs_within, parse
 from elastic_runner.launch.processes import forget_shared_memory
 from elastic_runner.launch.rendezvous.handler import BACKEND, JobEnded
 from elastic_runner.launch.restart import default_policies
-from elastic_runner.observability.summary import decode, encode
+from elastic_runner.observability.summary import Status, decode, encode
 from elastic_runner.storage import open_storage
 from elastic_runner.verdict import RunPlace, Verdict
 
@@ -71,16 +71,17 @@ def launch(arguments: Sequence[str]) -> int:
 def _launch(arguments: Sequence[str]) -> Verdict:
     """How it ended. Raises ConfigError; and Stopped, until there are workers."""
     options = parse(arguments)
+    check(options)
     policies = default_policies(budgets(options))
-    check_standby(options)
     # Read by torch's rendezvous: a store of its own per round, so that no dead worker's keys are left in it.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
     # What --tee puts before a line: as ours has it.
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{socket.gethostname()}:${{rank}}] ")
     health = Health()
-    with _agent_directory() as directory, _answering(health, options.health, directory):
+    with _agent_directory() as directory, _answering(health, options.health, directory), ExitStack() as leaving:
         by_itself(options, directory)
+        logs_within(options, directory)
         check_port(options)
         server = ForkServer(options.preload, fork=options.start_by == "fork", standby=options.standby)
         notices = Notices(file=options.notice_file, url=options.notice_url)
@@ -92,16 +93,18 @@ def _launch(arguments: Sequence[str]) -> Verdict:
             reap=server.reap,
             notices=notices,
             health=health,
+            leaving=leaving,
         )
         with agents_by(plan), workers_by(server):
             if options.rdzv_backend != BACKEND:
                 # Torch closes its own rendezvous, for all nodes and for good, when anything else ends the agent.
                 leave_when_asked(lambda number: SignalException("asked to stop", signal.Signals(number)))
+                leaving.enter_context(leaving_anyway())
             given = _run(options, str(directory))
         notices.close()
         health.doing("saving what is in memory", within=FLUSH_SECONDS)
         flush(str(directory), snapshot_files())
-        _mark_failed(str(directory), given)
+        _sum_up(str(directory), given)
     return given
 
 
@@ -116,9 +119,10 @@ def _run(options: object, directory: str) -> Verdict:
         return end.verdict
     except SignalException as error:
         said = verdict.read(directory)
-        if said is not None and not said.consequence:
+        if said is not None and said.final:
             return said
-        message = f"{error.sigval.name}: stopped before the workers had saved; the last checkpoint stands"
+        why = "" if said is None or said.consequence else f" ({said.message})"
+        message = f"{error.sigval.name}: stopped before the workers had saved{why}; the newest checkpoint stands"
         return Verdict(code=ExitCode.INTERRUPTED, message=message, final=True)
     except JobEnded as error:
         elsewhere = Verdict(code=ExitCode.FAILED, message=f"rendezvous: {error}", final=True)
@@ -172,14 +176,18 @@ def _agent_directory() -> Iterator[Path]:
         os.close(handle)
 
 
-def _mark_failed(directory: str, given: Verdict) -> None:
-    """Say in the run's summary what a killed worker could not say itself, or one that only lost a peer did not know."""
+def _sum_up(directory: str, given: Verdict) -> None:
+    """Say in the run's summary what a killed worker could not say itself, or one that only lost a peer did not know.
+
+    Where other nodes go on, they do so by a newer attempt, whose word stands.
+    """
     run: RunPlace | None = verdict.last_place(directory)
-    if run is None or given.code in (ExitCode.FINISHED, ExitCode.INTERRUPTED):
+    if run is None or given.code == ExitCode.FINISHED:
         return
+    status: Status = "interrupted" if given.code == ExitCode.INTERRUPTED else "failed"
     with suppress(ElasticRunnerError, ValueError):
         storage = open_storage(run.url, run.options)
         summary = decode(storage.read(paths.SUMMARY))
         if summary.status in ("running", "failed") and summary.attempt <= run.attempt:
-            failed = dataclasses.replace(summary, status="failed", message=given.message, updated=time.time())
-            storage.put(paths.SUMMARY, encode(failed))
+            ended = dataclasses.replace(summary, status=status, message=given.message, updated=time.time())
+            storage.put(paths.SUMMARY, encode(ended))

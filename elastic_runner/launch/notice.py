@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _ASK_EVERY = 5.0
 """Seconds between questions to a URL; clouds give notice half a minute ahead or more."""
@@ -43,5 +44,15 @@ class Notices:
                     if answer.status == 200:
                         self._answered.set()
                         return
-            except (OSError, ValueError, urllib.error.URLError):
+            except (OSError, ValueError, HTTPException):  # the last where it is no HTTP that is spoken there
                 continue
+
+
+def can_be_asked(url: str) -> bool:
+    """Whether it is a URL of HTTP: any other would never answer, and nobody would hear of it."""
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return named and url.isascii() and url.isprintable() and " " not in url

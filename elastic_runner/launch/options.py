@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import re
 import signal
 import socket
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch.distributed.run as torchrun
 
+from elastic_runner.environment import other_python
 from elastic_runner.errors import ConfigError
+from elastic_runner.launch.notice import can_be_asked
 from elastic_runner.launch.restart import Budgets
 
 MAX_RESTARTS = 5
@@ -96,11 +102,62 @@ def budgets(options: argparse.Namespace) -> Budgets:
     return Budgets(**allowed)
 
 
-def check_standby(options: argparse.Namespace) -> None:
-    """Raise ConfigError where there is nothing to stand by: only forked workers can."""
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for what can be seen not to work before anything is started."""
+    _check_counts(options)
+    _check_standby(options)
+    _check_script(options)
+    if options.notice_url is not None and not can_be_asked(options.notice_url):
+        raise ConfigError(f"--notice-url {options.notice_url}: it is http://HOST/… or https://HOST/…")
+
+
+def _check_counts(options: argparse.Namespace) -> None:
+    """Torch only asserts them, and takes a range that its rendezvous has no use for."""
+    nodes = re.fullmatch(r"(\d+)(?::(\d+))?", options.nnodes)
+    fewest, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (0, 0)
+    if not 0 < fewest <= most:
+        raise ConfigError(f"--nnodes {options.nnodes}: it is N or MIN:MAX, from 1 node")
+    if fewest < most and options.rdzv_backend == "static" and not options.standalone:
+        raise ConfigError(
+            f"--nnodes {options.nnodes}: torch's static rendezvous waits until all {most} nodes are there; a job "
+            "whose nodes come and go needs --rdzv-backend=elastic with an --rdzv-endpoint that every node sees"
+        )
+    workers = options.nproc_per_node
+    if re.fullmatch(r"[+-]?\d+", workers) and int(workers) < 1:
+        raise ConfigError(f"--nproc-per-node {workers}: a node has at least 1 worker")
+    if options.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {options.max_restarts}: 0 is the least; there is no restart then")
+
+
+def _check_standby(options: argparse.Namespace) -> None:
+    """There is something to stand by: only forked workers can."""
     if options.standby and (options.start_by != "fork" or options.no_python):
         how = "--no-python" if options.start_by == "fork" else f"--start-by {options.start_by}"
         raise ConfigError(f"--standby is for workers that are started by fork, not with {how}")
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    """It is there. Of a module only the first name: what is below it may come to be when that is imported."""
+    script = options.training_script
+    if options.no_python or other_python():
+        return
+    if options.module:
+        if not _is_found(script.partition(".")[0]):
+            raise ConfigError(f"-m {script}: there is no such module, neither here nor where Python is installed")
+        return
+    try:
+        Path(script).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{script}: there is no such script on {socket.gethostname()}") from None
+    except OSError:
+        return  # such as a file server's, which may pass
+
+
+def _is_found(module: str) -> bool:
+    """As by ``python -m``, which looks into the working directory first; nothing is imported."""
+    with suppress(ValueError):  # one that cannot be looked for is no business of ours
+        return bool(PathFinder.find_spec(module, [""]) or importlib.util.find_spec(module))
+    return True
 
 
 def check_port(options: argparse.Namespace) -> None:
@@ -125,3 +182,9 @@ def by_itself(options: argparse.Namespace, directory: Path) -> None:
         options.standalone = False
         options.rdzv_backend, options.rdzv_endpoint = "elastic", str(directory / "rendezvous")
         options.rdzv_id, options.local_addr = uuid.uuid4().hex, _LOOPBACK
+
+
+def logs_within(options: argparse.Namespace, directory: Path) -> None:
+    """Where workers write to no files of torch's, it makes a directory for them all the same: have it go with ours."""
+    if options.log_dir is None and options.logs_specs is None and options.redirects == options.tee == "0":
+        options.log_dir = str(directory / "logs")

@@ -18,7 +18,7 @@ import xxhash
 
 from elastic_runner.errors import ExitCode, is_consequence
 from elastic_runner.uncaught import place
-from elastic_runner.verdict import Verdict, tell
+from elastic_runner.verdict import Verdict, message_of, tell
 
 _PRINTED = "tracebacks"
 """File in the launcher's directory: what was printed, and where to."""
@@ -33,19 +33,21 @@ def report_errors(starters: Collection[str]) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rank, whole, directory = place()
         forked = os.getpid() != worker  # whose end is not the worker's
+        if isinstance(error, KeyboardInterrupt) and directory is not None and not whole:
+            return  # everybody knows of Ctrl-C; Python goes on to end this process by the signal
         if whole or forked or directory is None or not isinstance(error, Exception):
             previous(kind, error, trace)
             return
         while trace is not None and trace.tb_next and trace.tb_frame.f_code.co_filename in {_RUNPY, *starters}:
             trace = trace.tb_next
-        said = f"rank {rank}: {kind.__name__}: {error}"
+        said = message_of(error, rank)
         text = "".join(traceback.format_exception(kind, error, trace))
         _print_once(text, f"{said} (its traceback is above)\n", Path(directory))
         tell(
             directory,
             Verdict(
                 code=ExitCode.FAILED,
-                message=said[:500],
+                message=said,
                 final=False,
                 consequence=is_consequence(error),
                 kind=kind.__name__,

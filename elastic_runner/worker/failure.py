@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -14,14 +15,16 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from elastic_runner import verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.environment import Environment
-from elastic_runner.errors import ElasticRunnerError, SaveFailed, is_consequence
+from elastic_runner.errors import ElasticRunnerError, ExitCode, SaveFailed, is_consequence
 from elastic_runner.history import write_end
 from elastic_runner.storage import Storage
 from elastic_runner.train.record import RunRecord
-from elastic_runner.verdict import Verdict
+from elastic_runner.verdict import Verdict, message_of
 from elastic_runner.worker.course import Course
 from elastic_runner.worker.deadline import leave_soon
 from elastic_runner.worker.report import describe, exit_code
+
+log = logging.getLogger(__name__)
 
 _LAST_WRITE = 10.0
 """Seconds for the last write of the summary."""
@@ -41,8 +44,7 @@ class Failure:
     def report(self, error: BaseException, record: RunRecord | None) -> None:
         """Say why, at once, to all who ask for it. ``record``: the run's, once the attempt has begun."""
         env, kind = self._environment, type(error).__name__
-        message = f"rank {env.rank}: {kind}: {error}"[:500]
-        consequence = is_consequence(error)
+        message, consequence = message_of(error, env.rank), is_consequence(error)
         verdict.tell(
             env.agent_dir,
             Verdict(
@@ -62,6 +64,19 @@ class Failure:
             self.print(error)  # now: what the program does on its way out may wait for peers
         if record is not None:
             in_time(lambda: self._put_on_record(record, kind, message, consequence))
+
+    def left(self, record: RunRecord | None, target: int) -> None:
+        """Say that the program leaves as if all were well: its exit code, 0, does not. ``target``: the last step."""
+        env, message = self._environment, f"the program left by sys.exit at step {self._course.step} of {target}"
+        said = Verdict(
+            code=ExitCode.FAILED, message=f"rank {env.rank}: {message}", final=False,
+            kind=SystemExit.__name__, rank=env.rank, step=self._course.done,
+        )  # fmt: skip
+        verdict.tell(env.agent_dir, said)  # it counts where peers fail of it
+        if env.rank == 0:
+            log.warning("%s: %s", message, self._storage.url)
+        if record is not None:
+            in_time(lambda: record.end("interrupted", message))
 
     def print(self, error: BaseException) -> None:
         """To stderr, once."""

@@ -40,7 +40,7 @@ from elastic_runner.uncaught import exit_by_code
 from elastic_runner.verdict import Verdict
 from elastic_runner.worker import attempt as attempts
 from elastic_runner.worker.course import Course
-from elastic_runner.worker.failure import Failure, in_time, let_save_end
+from elastic_runner.worker.failure import Failure, let_save_end
 from elastic_runner.worker.groups import join, leave
 from elastic_runner.worker.node import this_agent, this_node
 from elastic_runner.worker.opening import open_record, open_snapshots, tell_finished
@@ -378,7 +378,7 @@ class Worker:
             self._notice.restore()
 
     def _leave_by_exit(self) -> None:
-        in_time(lambda: self.record.end("interrupted", f"the program left by sys.exit at step {self._course.step}"))
+        self._failure.left(getattr(self, "record", None), self.target)
         unsaved = self._let_save_end()
         leave(self._coordinators)
         self._close()

@@ -158,14 +158,19 @@ DIGITS = ("-m", "elastic_runner.recipes.digits", "--training.max-steps", "4000",
 
 
 @pytest.mark.parametrize("how", ["notice file", "SIGUSR1"])
-def test_a_notice_saves_and_asks_for_a_new_start(how: str, tmp_path: Path) -> None:
-    notice = tmp_path / "notice"
+def test_a_notice_saves_asks_for_a_new_start_and_leaves_nothing_behind(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice, temporary = tmp_path / "notice", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with ObservedRun(tmp_path / "run", launch_command(2, f"--notice-file={notice}", *DIGITS)) as run:
         for record in run.records():
             if record["event"] == "step" and record["step"] == 5:
                 notice.touch() if how == "notice file" else os.kill(run.process.pid, signal.SIGUSR1)
         assert run.process.wait() == 75, run.log.read_text()
     assert "asked to stop (SIGUSR1); saved at step" in run.log.read_text()
+    assert {left.name.partition("_")[0] for left in temporary.iterdir()} <= {"torchinductor"}, "torch's cache"
 
 
 def test_a_killed_or_stopped_worker_costs_no_step(tmp_path: Path) -> None:

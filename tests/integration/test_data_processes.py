@@ -6,19 +6,24 @@ import multiprocessing as mp
 import os
 import select
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.utils.data._utils
 from torch.utils.data import Dataset
 
 from elastic_runner.config import DataConfig
 from elastic_runner.data.loader import ElasticLoader
 from elastic_runner.data.order import samples_at
+from elastic_runner.environment import AGENT_DIR
 from tests.support.place import SoloPlace
 from tests.support.ranks import CONTEXT
 
@@ -48,6 +53,13 @@ class Stuck(Numbers):
         if index not in samples_at(range(4), length=1000, seed=0, epoch=0):
             threading.Event().wait()
         return index
+
+
+class Tensors(Numbers):
+    """Come through sockets."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
 
 
 def as_list(samples: list[Any]) -> list[Any]:
@@ -174,3 +186,24 @@ def test_stuck_loader_process_does_not_hold_up_the_end_of_training(method: str) 
         process.join(LIMIT)
         assert process.exitcode == 0
         assert all(gone(child, LIMIT) for child in children)
+
+
+def write_below(directory: Path, *, launched: bool) -> None:
+    """Temporary files are there, the launcher's too."""
+    tempfile.tempdir = str(directory)
+    if launched:
+        os.environ[AGENT_DIR] = str(directory / "agent")
+
+
+def test_loader_processes_leave_no_directories(tmp_path: Path) -> None:
+    """Where training is killed; and, but for what the launcher sweeps, where they are, too."""
+    with training(Tensors(), partial(write_below, tmp_path, launched=False)) as (process, _, children):
+        assert len(list(tmp_path.iterdir())) == 2
+        process.kill()
+        assert all(gone(child, LIMIT) for child in children) and list(tmp_path.iterdir()) == []
+    (tmp_path / "agent").mkdir()
+    with training(Tensors(), partial(write_below, tmp_path, launched=True)) as (_, _, children):
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        assert all(gone(child, LIMIT) for child in children)
+        assert list(tmp_path.glob("agent/listener-*")) and [each.name for each in tmp_path.iterdir()] == ["agent"]

@@ -61,8 +61,8 @@ def misbehave(worker, step):
     print("now", flush=True)
     if MODE == "raise":
         raise ValueError("bad sample 17")
-    if MODE == "exit 7":
-        sys.exit(7)
+    if MODE.startswith("exit "):
+        sys.exit(int(MODE.removeprefix("exit ")))
     if MODE == "signal":
         signal.raise_signal(signal.SIGTERM)
     if MODE in ("wait", "stuck save"):
@@ -204,6 +204,14 @@ def test_exit_of_the_program_is_kept(start: Start, tmp_path: Path) -> None:
     run = start("exit 7")
     assert run.end() == 7
     assert summary(tmp_path)["status"] == "failed"
+
+
+def test_a_program_that_leaves_as_if_all_were_well_says_so(start: Start, tmp_path: Path) -> None:
+    run = start("exit 0")
+    assert run.end() == 0
+    message = "the program left by sys.exit at step 2 of 6"
+    assert run.output.count(f"{message}: {tmp_path / 'run'}") == 1
+    assert (summary(tmp_path)["status"], summary(tmp_path)["message"]) == ("interrupted", message)
 
 
 def test_an_error_of_the_program_is_3(start: Start, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_it_reaps_orphans_and_hands_a_signal_on(tmp_path: Path) -> None:
 
 def test_it_leaves_when_it_is_asked_before_there_are_workers(tmp_path: Path) -> None:
     flags = ("--nnodes=2", "--rdzv-backend=elastic", f"--rdzv-endpoint={tmp_path / 'rendezvous'}", "--rdzv-id=alone")
-    with container(tmp_path, *flags, "script.py") as (around, launcher):
+    with container(tmp_path, *flags, __file__) as (around, launcher):
         eventually((tmp_path / "rendezvous" / "alone" / "000001.json").exists, "an epoch", seconds=60)
         os.kill(launcher, signal.SIGTERM)
         assert around.wait(30) == 75, (tmp_path / "log").read_text()

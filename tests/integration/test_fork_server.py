@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from elastic_runner.chaos.driver import launch_command
-from elastic_runner.launch import forking
+from elastic_runner.environment import AGENT_DIR
+from elastic_runner.launch import fork_server, forking
 from elastic_runner.launch.forking import ForkedProcess, ForkServer
 from elastic_runner.launch.processes import descendants
 from tests.support.waiting import eventually
@@ -120,6 +121,19 @@ def test_how_a_script_ends_is_told(text: str, code: int, error: str, script: Scr
         assert out == "first last\n"
 
 
+def test_ctrl_c_ends_a_script_without_a_traceback(script: Script) -> None:
+    """Case c18: all ranks would print theirs at once. A script that catches it still can."""
+    text = """
+        import os, signal
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+    """
+    assert script.run(text, env={AGENT_DIR: str(script.directory)}) == (-signal.SIGINT, "caught\n", "")
+
+
 def test_a_module_is_run_like_a_script(script: Script) -> None:
     code, out, _ = script.run(LOOK, "a", module=True)
     assert code == 0 and json.loads(out)["argv"] == ["a"] and json.loads(out)["name"] == "__main__"
@@ -173,6 +187,21 @@ def test_a_server_with_threads_starts_workers_by_exec(
     finally:
         server.close()
     assert "threads are running in the fork server" in caplog.text
+
+
+def test_what_was_asked_for_and_cannot_be_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no end of the server."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "MODULES", ("of.our.own",))
+    (tmp_path / "breaks.py").write_text("raise OSError('no library')")
+    for name in ("of.our.own", "no.such", "breaks"):
+        fork_server._preload(name)
+    assert capfd.readouterr().err == (
+        "elastic-runner: --preload no.such cannot be imported: ModuleNotFoundError: No module named 'no'\n"
+        "elastic-runner: --preload breaks cannot be imported: OSError: no library\n"
+    )
 
 
 def test_a_killed_server_is_replaced_whenever_it_was_killed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from elastic_runner.errors import ExitCode
 from elastic_runner.history import HANG, End
-from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word
+from elastic_runner.launch.attempt import Over, Seen, describe, end_of, last_word, time_to_save
 from elastic_runner.launch.watchdog import Hang
 from elastic_runner.verdict import RunPlace, Verdict
 
@@ -60,6 +61,32 @@ def test_one_that_left_without_a_word_comes_before_the_peers_that_noticed() -> N
     assert end is not None and (end.kind, end.rank, end.step) == ("exit code 11", 5, 42)
 
 
+@pytest.mark.parametrize("codes", [{1: 0, 0: 1}, {0: 1, 1: 0}], ids=["at once", "later"])
+def test_one_that_left_as_if_all_were_well_comes_before_the_peers_that_noticed(codes: dict[int, int]) -> None:
+    over = Over(cause="workers", verdict=said(consequence=True, kind="PeerLost", rank=4, step=41))
+    known = seen(codes, {0: 41, 1: 41})
+    end = end_of(over, known)
+    message = "rank 5 on node-3 left with exit code 0 in phase step after step 41"
+    assert end == End(attempt=7, kind="exit code 0", step=42, restored=PLACE.restored, rank=5, message=message)
+    assert describe(over, end, known) == f"attempt 7 is over after step 41: {message} (then rank 4 exit code 1)"
+
+
+@pytest.mark.parametrize(
+    ("codes", "verdict", "kind"),
+    [
+        ({2: 0, 1: -9, 0: 1}, said(consequence=True, kind="PeerLost", rank=4), "SIGKILL"),
+        ({2: 0, 0: 1}, said(rank=4), "ValueError"),
+        ({2: 0, 0: 9}, None, "exit code 9"),
+        ({0: 0, 1: 1}, said(consequence=True, kind="PeerLost", rank=4), "PeerLost"),
+    ],
+)
+def test_one_that_left_with_0_is_not_blamed_for_what_another_one_has_said_or_done(
+    codes: dict[int, int], verdict: Verdict | None, kind: str
+) -> None:
+    end = end_of(Over(cause="workers", verdict=verdict), seen(codes))
+    assert end is not None and end.kind == kind
+
+
 @pytest.mark.parametrize("place", [PLACE, None])
 def test_a_program_that_says_nothing(place: RunPlace | None) -> None:
     end = end_of(Over(cause="workers"), seen({1: 9}, place=place))
@@ -86,11 +113,64 @@ def test_a_program_that_fails_after_its_run_is_finished_has_failed() -> None:
     assert last_word(final, seen({0: 3})) == final.verdict
 
 
+def test_an_error_after_a_run_is_finished_is_told() -> None:
+    over = Over(cause="workers", verdict=said(message="after the run was finished: rank 5: bad", final=True, rank=5))
+    known = seen({1: 1, 0: 1}, {0: 60, 1: 60})
+    assert last_word(over, known) == over.verdict
+    assert describe(over, end_of(over, known), known) == (
+        "attempt 7 is over after step 60: after the run was finished: rank 5: bad (then rank 4 exit code 1)"
+    )
+
+
+def test_nothing_is_said_to_follow_from_nothing() -> None:
+    over, known = Over(cause="workers", verdict=said(code=0, message="", final=True)), seen({1: 5}, {1: 60})
+    assert describe(over, end_of(over, known), known) == "attempt 7 is over after step 60: rank 5 exit code 5"
+
+
+def test_whoever_has_said_it_is_not_named_again_as_what_followed() -> None:
+    word = said(code=ExitCode.INTERRUPTED, message="rank 5: Interrupted: enough", final=True, rank=5)
+    over, known = Over(cause="workers", verdict=word), seen({1: 75, 0: 1})
+    assert end_of(over, known) is None
+    assert describe(over, None, known) == "attempt 7 is over: rank 5: Interrupted: enough (then rank 4 exit code 1)"
+
+
+@pytest.mark.parametrize("code", ExitCode)
+def test_no_attempt_ends_without_a_cost_where_another_one_may_follow(code: ExitCode) -> None:
+    """Else it would be started again for ever."""
+    over, known = Over(cause="workers", verdict=said(code=code, rank=5, message="rank 5: bad")), seen({1: 75})
+    end = end_of(over, known)
+    assert end is not None and last_word(over, known) is None
+    assert describe(over, end, known) == "attempt 7 is over: rank 5: bad"
+
+
+@pytest.mark.parametrize(
+    ("codes", "running", "seconds"),
+    [
+        ((), (41, 41), math.inf),
+        ((0, 75), (41,), math.inf),
+        ((-15,), (41, -1), 20),
+        ((3, 0), (41,), 20),
+        ((-15,), (-1, -1), 0),
+        ((75,), (-1,), 0),
+        ((0,), (-1,), math.inf),
+        ((), (-1,), math.inf),
+        ((-15,), (None,), math.inf),
+        ((-15,), (-1, None), math.inf),
+    ],
+    ids=str,
+)
+def test_who_was_asked_to_stop_does_not_wait_for_peers_that_are_gone(
+    codes: tuple[int, ...], running: tuple[int | None, ...], seconds: float
+) -> None:
+    """Not where there is nothing to save, nor for long; a program without er.Worker has all the time."""
+    assert time_to_save(codes, running, 20) == seconds
+
+
 @pytest.mark.parametrize(
     "over",
     [
         Over(cause="membership", reason="node b gave no sign of life for 3 s"),
-        Over(cause="workers", verdict=said(code=ExitCode.INTERRUPTED, message="asked to stop (SIGTERM)")),
+        Over(cause="workers", verdict=said(code=ExitCode.INTERRUPTED, message="asked to stop (SIGTERM)", final=True)),
     ],
 )
 def test_what_is_no_failure_is_not_on_record_and_costs_nothing(over: Over) -> None:

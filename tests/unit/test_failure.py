@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ import pytest
 from elastic_runner import history, verdict
 from elastic_runner.checkpoint.background import Background
 from elastic_runner.environment import Environment
-from elastic_runner.errors import ModelError, PeerLost, SaveFailed
+from elastic_runner.errors import Interrupted, ModelError, PeerLost, SaveFailed
 from elastic_runner.observability.summary import RunSummary
 from elastic_runner.storage import LocalStorage
 from elastic_runner.train.record import MainRecord, read_summary
@@ -63,6 +64,42 @@ def test_a_consequence_is_no_end_of_the_attempt(tmp_path: Path) -> None:
     assert told is not None and told.consequence and not told.final
     assert history.read_ends(job.storage) == []
     assert job.summary().status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "final"), [(KeyboardInterrupt(), 1, False), (Interrupted("by the program"), 75, True)]
+)
+def test_no_interruption_is_started_again(error: BaseException, code: int, final: bool, tmp_path: Path) -> None:
+    """A program that raises KeyboardInterrupt, unasked, has failed like by any other error."""
+    job = Job(tmp_path)
+    job.failure.report(error, job.record)
+    told = verdict.read(str(job.scratch))
+    assert told is not None and (told.code, told.final) == (code, final)
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("not even that")
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path)
+    job.failure.report(Mute(), job.record)
+    assert job.summary().message == "rank 0: Mute" and "Mute: <exception str() failed>" in capsys.readouterr().err
+
+
+def test_a_program_that_leaves_as_if_all_were_well_says_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    with caplog.at_level(logging.WARNING, "elastic_runner"):
+        job.failure.left(job.record, 9)
+    message = "the program left by sys.exit at step 6 of 9"
+    assert [record.getMessage() for record in caplog.records] == [f"{message}: {job.storage.url}"]
+    assert (job.summary().status, job.summary().message) == ("interrupted", message)
+    told = verdict.read(str(job.scratch))
+    assert told is not None and (told.code, told.kind, told.step) == (1, "SystemExit", 6)
+    assert told.message == f"rank 0: {message}" and not told.final and not told.consequence
 
 
 def test_before_the_attempt_began_nothing_is_on_record(tmp_path: Path) -> None:

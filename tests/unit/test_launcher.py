@@ -10,6 +10,7 @@ import select
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import _terminate_process_han
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.utils.data._utils import signal_handling
 
+from elastic_runner import paths, verdict
 from elastic_runner.errors import ConfigError, ExitCode
 from elastic_runner.launch import launcher
 from elastic_runner.launch.agent import Agent, EndOfJob
@@ -29,7 +31,9 @@ from elastic_runner.launch.attempt import Over
 from elastic_runner.launch.early import Stopped, hear_no_more, leave_when_asked, stay
 from elastic_runner.launch.health import Health
 from elastic_runner.launch.rendezvous.handler import JobEnded
-from elastic_runner.verdict import Verdict
+from elastic_runner.observability.summary import RunSummary, Status, decode, encode
+from elastic_runner.storage import LocalStorage
+from elastic_runner.verdict import RunPlace, Verdict
 from tests.support.handlers import kept_handlers
 
 INTERRUPTED = "elastic-runner: interrupted (75): SIGTERM: stopped before there were workers\n"
@@ -94,7 +98,7 @@ def test_a_second_signal_while_it_leaves_changes_nothing(monkeypatch: pytest.Mon
     assert launcher.launch([__file__]) == ExitCode.INTERRUPTED
 
 
-AFTER = ("Notices.close", "flush", "_mark_failed", "shutil.rmtree")
+AFTER = ("Notices.close", "flush", "_sum_up", "shutil.rmtree")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
@@ -162,7 +166,7 @@ class Draining:
     """Workers that end at the third notice. ``signal``: a notice to the launcher comes at the same moment."""
 
     def __init__(self) -> None:
-        self.pids = {0: 1}
+        self.pids, self.codes = {0: 1}, dict[int, int]()
         self.heard: list[signal.Signals] = []
         self.killed = False
 
@@ -184,7 +188,7 @@ class Draining:
 
 def test_notices_that_follow_at_once_interrupt_no_drain(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     """A scheduler sends them to all processes, and another one passes its own on."""
-    workers = Draining()
+    workers, agent._watchdog = Draining(), MagicMock(steps=lambda: {0: 41})
     agent._drain(SimpleNamespace(workers=workers), SignalException("", signal.SIGTERM))  # type: ignore[arg-type]
     assert workers.heard == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM] and workers.killed
     assert caplog.messages == [
@@ -192,6 +196,82 @@ def test_notices_that_follow_at_once_interrupt_no_drain(agent: Agent, caplog: py
         "SIGUSR1: 20 s are left to save",
         "SIGTERM: 20 s are left to save",
     ]
+
+
+class Leaving:
+    """Workers of which one dies of the notice, and the other waits for it."""
+
+    def __init__(self) -> None:
+        self.pids, self.codes = {0: 1, 1: 2}, dict[int, int]()
+        self.signal = self.kill = MagicMock()
+        self.waited: list[float] = []
+
+    def wait(self, others: Sequence[int], seconds: float) -> None:
+        self.waited.append(seconds)
+        if len(self.waited) == 1:
+            self.codes[1] = -self.pids.pop(1)
+        else:
+            self.pids = {}  # at the end of what it is left
+
+
+@pytest.mark.parametrize(("step", "most"), [(-1, []), (41, [20])])
+def test_a_drain_does_not_wait_for_who_is_gone(step: int, most: list[float], agent: Agent) -> None:
+    workers, agent._watchdog = Leaving(), MagicMock(steps=lambda: {0: step, 1: step})
+    agent._drain(SimpleNamespace(workers=workers), SignalException("", signal.SIGTERM))  # type: ignore[arg-type]
+    assert all(left <= limit for left, limit in zip(workers.waited[1:], most, strict=True))
+    workers.kill.assert_called()
+
+
+RAISED = Verdict(code=ExitCode.FAILED, message="rank 0: OSError: away", final=False, kind="OSError", rank=0)
+STOPPED = "SIGTERM: stopped before the workers had saved"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "message"),
+    [
+        (None, 75, f"{STOPPED}; the newest checkpoint stands"),
+        (RAISED, 75, f"{STOPPED} (rank 0: OSError: away); the newest checkpoint stands"),
+        (replace(RAISED, consequence=True), 75, f"{STOPPED}; the newest checkpoint stands"),
+        (replace(RAISED, code=3, final=True), 3, RAISED.message),
+        (Verdict(code=75, message="saved at step 7", final=True), 75, "saved at step 7"),
+        (Verdict(code=0, message="", final=True), 0, ""),
+    ],
+)
+def test_how_a_job_ends_that_was_asked_to_stop(
+    said: Verdict | None, code: int, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What no new start would cure has ended it; anything else has only kept the workers from saving."""
+    monkeypatch.setattr(launcher.torchrun, "run", MagicMock(side_effect=SignalException("", signal.SIGTERM)))
+    if said is not None:
+        verdict.tell(str(tmp_path), said)
+    given = launcher._run(None, str(tmp_path))
+    assert (given.code, given.message, given.final) == (code, message, True)
+
+
+@pytest.mark.parametrize(
+    ("before", "attempt", "code", "after"),
+    [
+        ("running", 3, 75, "interrupted"),
+        ("failed", 3, 75, "interrupted"),
+        ("running", 3, 1, "failed"),
+        ("failed", 3, 3, "failed"),
+        ("running", 3, 0, "running"),
+        ("running", 4, 75, "running"),
+        ("interrupted", 3, 75, "interrupted"),
+        ("finished", 3, 1, "finished"),
+    ],
+)
+def test_the_summary_says_how_it_ended_unless_a_worker_or_a_newer_attempt_has(
+    before: Status, attempt: int, code: int, after: Status, tmp_path: Path
+) -> None:
+    """Where only this node was asked to stop, the others go on, by an attempt of their own."""
+    storage = LocalStorage(tmp_path)
+    storage.put(paths.SUMMARY, encode(RunSummary(status=before, attempt=attempt, message="a worker's word")))
+    verdict.place(str(tmp_path), RunPlace(url=str(tmp_path), options={}, attempt=3))
+    launcher._sum_up(str(tmp_path), Verdict(code=code, message="why", final=True))
+    summary = decode(storage.read(paths.SUMMARY))
+    changed = attempt == 3 and code != 0 and before in ("running", "failed")
+    assert (summary.status, summary.message) == (after, "why" if changed else "a worker's word")
 
 
 def test_whoever_handles_signals_is_followed_by_who_comes_next() -> None:

@@ -16,7 +16,7 @@ from elastic_runner.worker.report import describe, exit_code, where_am_i
         (ConfigError("x"), 2),
         (ModelError("x"), 3),
         (Interrupted("x"), 75),
-        (KeyboardInterrupt(), 75),
+        (KeyboardInterrupt(), 1),
     ],
 )
 def test_exit_codes(error: BaseException, code: int) -> None:
@@ -43,6 +43,16 @@ def test_foreign_errors_have_their_traceback() -> None:
     text = describe(raised(ZeroDivisionError("division by zero")), "rank 1", with_traceback=False)
     assert text.startswith("elastic_runner: error: rank 1:\nTraceback")
     assert "in raised" in text and text.endswith("ZeroDivisionError: division by zero")
+
+
+class Mute(ConfigError, RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("not even that")
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_by_its_type() -> None:
+    assert describe(raised(Mute()), "rank 1", with_traceback=False) == "elastic_runner: error: rank 1: Mute: "
+    assert "test_report.Mute" in describe(raised(Mute()), "rank 1", with_traceback=True)
 
 
 def test_a_torn_connection_is_told_as_a_consequence() -> None:

@@ -15,6 +15,7 @@ from elastic_runner.verdict import (
     encode,
     in_words,
     last_place,
+    message_of,
     place,
     read,
     read_place,
@@ -38,6 +39,39 @@ def test_another_version_s_word_is_understood() -> None:
     given = Verdict(code=3, message="cause", final=True, rank=1)
     newer = json.dumps({**json.loads(encode(given)), "colour": "red"})
     assert decode(newer) == given and in_words(newer) == "cause"
+
+
+def test_what_comes_after_a_run_is_finished_is_told_and_is_not_started_again(tmp_path: Path) -> None:
+    directory, finished = str(tmp_path), Verdict(code=0, message="", final=True)
+    for _ in range(2):
+        tell(directory, finished)
+        assert read(directory) == finished
+        tell(directory, Verdict(code=1, message="lost a peer", final=False, consequence=True))
+        assert read(directory) == finished
+        tell(directory, Verdict(code=1, message="rank 1: ValueError: bad", final=False, kind="ValueError", rank=1))
+        said = "after the run was finished: rank 1: ValueError: bad"
+        assert read(directory) == Verdict(code=1, message=said, final=True, kind="ValueError", rank=1)
+        clear(directory)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not even that")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("bad: x"), "ValueError: bad: x"),
+        (ValueError("two\nlines,\r\n\tand more "), "ValueError: two lines, and more"),
+        (ValueError("\x1b[31mred\x00 \udc80é"), r"ValueError: \x1b[31mred\x00 \udc80é"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Mute(), "Mute"),
+        (ValueError("x" * 9999), "ValueError: " + "x" * 480),
+    ],
+)
+def test_a_message_is_one_line_that_can_be_printed(error: BaseException, said: str) -> None:
+    assert message_of(error, 1) == f"rank 1: {said}"
 
 
 @pytest.mark.parametrize("text", ["by hand", "", "5", "[]", "null", '{"code": 3}', '"x"'])
