@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 HEALTH = "health"
 """File in the agent's directory with the URL of its health."""
+_SUMMING_UP = 10.0
+"""Seconds for the storage to take the last word: whoever asked this launcher to stop does not wait for long."""
 _PREFIX, _NEW = "elastic-runner-agent-", "elastic-runner-new-"
 
 
@@ -104,7 +107,9 @@ def _launch(arguments: Sequence[str]) -> Verdict:
         notices.close()
         health.doing("saving what is in memory", within=FLUSH_SECONDS)
         flush(str(directory), snapshot_files())
-        _sum_up(str(directory), given)
+        summing_up = threading.Thread(target=_sum_up, args=(str(directory), given), daemon=True)
+        summing_up.start()
+        summing_up.join(_SUMMING_UP)
     return given
 
 
@@ -186,7 +191,7 @@ def _sum_up(directory: str, given: Verdict) -> None:
         return
     status: Status = "interrupted" if given.code == ExitCode.INTERRUPTED else "failed"
     with suppress(ElasticRunnerError, ValueError):
-        storage = open_storage(run.url, run.options)
+        storage = open_storage(run.url, run.options, _SUMMING_UP)
         summary = decode(storage.read(paths.SUMMARY))
         if summary.status in ("running", "failed") and summary.attempt <= run.attempt:
             ended = dataclasses.replace(summary, status=status, message=given.message, updated=time.time())

@@ -144,14 +144,28 @@ def reap(spared: Iterable[int]) -> None:
 
 
 def end_descendants(seconds: float, spared: Iterable[int] = ()) -> None:
-    """Kill all that came of this process, but for some children, and reap them; for so long at most."""
+    """Kill all that came of this process, but for some children, and reap them; for so long at most: what is stuck in
+    the kernel stays."""
     end = time.monotonic() + seconds
     spared = {pid for child in spared for pid in (child, *descendants(child))}
     while (below := [pid for pid in descendants(os.getpid()) if pid not in spared]) and time.monotonic() < end:
         signal_all(below, signal.SIGKILL)
+        _wait_for_one(below, end - time.monotonic())
         for pid in below:
             with suppress(ChildProcessError):  # another one's child: it comes to us when that one has ended
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _wait_for_one(pids: Iterable[int], seconds: float) -> None:
+    """Until one of them has ended, for so long at most."""
+    ends, handles = select.poll(), []
+    for pid in pids:
+        with suppress(OSError):  # it is gone, or the kernel has no such handles
+            handles.append(os.pidfd_open(pid))
+            ends.register(handles[-1], select.POLLIN)
+    ends.poll(1000 * max(0.0, seconds if handles else min(seconds, _LOOK_SECONDS)))
+    for handle in handles:
+        os.close(handle)
 
 
 def die_with_parent() -> None:

@@ -6,10 +6,14 @@ import os
 import signal
 import subprocess
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from elastic_runner import verdict
-from elastic_runner.launch.processes import Workers, children, descendants, forget_shared_memory
+from elastic_runner.launch import processes
+from elastic_runner.launch.processes import Workers, children, descendants, end_descendants, forget_shared_memory
 
 
 def test_only_what_the_named_and_dead_have_left_is_removed() -> None:
@@ -64,3 +68,17 @@ def test_workers_are_waited_for_in_the_order_of_their_ends_and_killed_with_their
             each.stdout.close() if each.stdout else None
         os.close(reading)
         os.close(writing)
+
+
+def test_what_does_not_die_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank stuck in the kernel kept the launcher from exiting with 69. The others are reaped all the same."""
+    kill, others = processes.signal_all, children(os.getpid())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as stuck, subprocess.Popen(["sleep", "600"]) as mortal:
+
+        def spare_the_stuck(pids: Iterable[int], number: signal.Signals) -> None:
+            kill([pid for pid in pids if pid != stuck.pid], number)
+
+        monkeypatch.setattr(processes, "signal_all", spare_the_stuck)
+        end_descendants(0.2, spared=others)
+        assert set(children(os.getpid())) == {*others, stuck.pid}
+        assert mortal.wait() is not None
