@@ -88,7 +88,7 @@ def _dropped_after(record: Record) -> int:
     if record.get("length") is None:
         return 0
     rest = record["length"] - record["last"]
-    ends = rest < record["last"] - record["first"] + record["padded"] and rest <= record["dropped"]
+    ends = rest < batch_size(record) and rest <= record["dropped"]
     return rest if ends else 0
 
 
@@ -109,3 +109,9 @@ def count(read: Callable[[], Iterable[Record]]) -> tuple[Tally, int]:
         else:
             lost += record.get("event") == "step"
     return result, lost
+
+
+def batch_size(step: Record) -> int:
+    """Samples in a step's global batch, by its line."""
+    size: int = step["last"] - step["first"] + step["padded"]
+    return size

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from elastic_runner.environment import NOTICES
 from elastic_runner.launch.processes import adopt_orphans, die_with_parent, end_descendants
 from elastic_runner.launch.script_error import report_errors
 from elastic_runner.launch.standby import Standbys, stand_by
@@ -46,8 +47,6 @@ MODULES = (
 
 _ENDING = 5.0
 """Seconds for what was killed to be gone."""
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Meant for the workers; the agent tells this process by the socket, and starts it with these held back."""
 
 
 class _Forked(NamedTuple):
@@ -60,7 +59,7 @@ class _Forked(NamedTuple):
 def main(modules: Sequence[str]) -> None:
     """Serve until the socket closes; in a forked worker, run its script instead."""
     _ignore()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)  # the agent has started it with these held back
     adopt_orphans()
     for name in modules:
         _preload(name)
@@ -88,7 +87,8 @@ def _preload(name: str) -> None:
 
 
 def _ignore() -> None:
-    for number in IGNORED:
+    """Notices to stop, which are meant for the workers: the agent tells this process by the socket."""
+    for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -163,7 +163,7 @@ def _execute(request: dict[str, Any]) -> dict[str, Any]:
             files.append((os.POSIX_SPAWN_OPEN, handle, request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666))
     try:
         pid = os.posix_spawnp(
-            command[0], command, env, file_actions=files, setsid=True, setsigdef=(*IGNORED, signal.SIGCHLD)
+            command[0], command, env, file_actions=files, setsid=True, setsigdef=(*NOTICES, signal.SIGCHLD)
         )
     except OSError as error:
         return {"failed": f"{command[0]} cannot be started: {error.strerror}"}

@@ -22,8 +22,9 @@ from typing import Any, TypeAlias, cast
 import torch.distributed.elastic.multiprocessing.api as api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from elastic_runner.environment import NOTICES
 from elastic_runner.launch import kernel
-from elastic_runner.launch.fork_server import IGNORED, MODULES
+from elastic_runner.launch.fork_server import MODULES
 from elastic_runner.launch.processes import adopt_orphans, children, descendants, end_descendants, reap, signal_all
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class _Server:
         # A math library that made its threads when it was imported could not be forked.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         # It inherits what is held back, and so hears nothing before it can ignore it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
         try:
             with its:
                 self._process = subprocess.Popen(command, stdin=its.fileno(), env={**os.environ, **single})

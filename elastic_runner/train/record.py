@@ -20,7 +20,7 @@ from elastic_runner.config import ReplayPolicy
 from elastic_runner.data.ledger import LedgerWriter, Record, read_records
 from elastic_runner.data.lineage import OUTSIDE, Lineage, Origin, course
 from elastic_runner.data.skips import Skip, recorded
-from elastic_runner.data.tally import Tally
+from elastic_runner.data.tally import Tally, batch_size
 from elastic_runner.errors import NotFound, StorageError
 from elastic_runner.observability.summary import RunSummary, Status, decode, encode
 from elastic_runner.storage import Storage
@@ -56,7 +56,7 @@ class _Past:
             self.summary |= {"validation": record["metrics"], "validation_step": record["step"]}
         elif event == "step":
             self.summary["train_loss"] = record["loss"]
-            self.batch = record["last"] - record["first"] + record["padded"]
+            self.batch = batch_size(record)
 
 
 class RunRecord:

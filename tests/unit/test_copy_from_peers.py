@@ -31,7 +31,7 @@ SAVED = torch.arange(24.0).reshape(4, 3, 2)
 def allowed() -> None:
     with readable() as probe:
         if not can_read(probe):
-            pytest.skip("not allowed on this machine")
+            pytest.skip("this machine lets no process read another one's memory (ptrace_scope, or a container's rules)")
 
 
 class Planner:

@@ -43,7 +43,7 @@ def peer() -> Iterator[PeerFile]:
 def file() -> Iterator[PeerFile]:
     with peer() as found:
         if not can_read(Probe(pid=found.pid, address=found.address, token=BYTES[:16])):
-            pytest.skip("not allowed on this machine")
+            pytest.skip("this machine lets no process read another one's memory (ptrace_scope, or a container's rules)")
         yield found
 
 
